@@ -2,7 +2,8 @@
 
 - `Embedding`: Keras' layer, but it reads only the rows that a batch looks up
 - `ShardedEmbedding`: an embedding whose rows are divided among replicas
-- `embedding_lookup`: the same as a function, for layers of your own
+- `embedding_lookup`: the lookup of `Embedding` as a function, for your own
+  layers
 - `GroupDropout`: dropout with a rate for each group
 - `SyncBatchNormalization`: batch normalization over each group's batch
 

@@ -23,9 +23,9 @@ For example, with groups of two replicas that have the weights A and B::
     read_group(1)  loads B from that file into a model without replicas
     average        all replicas receive (A + B) / 2
 
-`optimizer` must be built, except for `restore`, which builds it, and
-`group_values`. `model` is a built model or a list of variables.
-Without `group_assignment`, all replicas form one group.
+`optimizer` must be built, except for `restore`, which builds it, and for
+`group_values`, `load_group` and `ensemble`. `model` is a built model or a list
+of variables. Without `group_assignment`, all replicas form one group.
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import CrossShardOptimizer

@@ -2,9 +2,9 @@
 
 tf_keras is Keras 2. You usually do not need this module:
 `tf_cross_shard.CrossShardOptimizer`, `TowerOptimizer`, `schedules.PerGroup` and
-`layers.SyncBatchNormalization` already match whichever Keras `tf.keras` refers
-to. Import from this module if your program imports
-`tf_keras` while `tf.keras` is Keras 3:
+the classes of `layers` already match whichever Keras `tf.keras` refers to.
+Import from this module if your program imports `tf_keras` while `tf.keras` is
+Keras 3:
 
 >>> import tf_keras
 >>> from tf_cross_shard import tf_keras as for_tf_keras

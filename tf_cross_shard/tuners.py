@@ -5,7 +5,7 @@ groups, trains the trials side by side, one in each group, and reports their
 results to the oracle. Install KerasTuner first: `pip install '.[tuner]'` in a
 clone.
 
-List the options of a hyperparameter that an oracle may choose from:
+List the values of a hyperparameter, from which an oracle may choose:
 
 >>> import keras_tuner
 >>> from tf_cross_shard import tuners

@@ -67,8 +67,8 @@ def compiled_gradients(model: _Model) -> _Model:
   if not home.startswith("keras."):
     raise ValueError(
       f"`model` is a {type(model).__name__}, which has its own `train_step`."
-      " Decorate the function in it that computes the gradients with"
-      " `tf.function(jit_compile=True)` instead."
+      " Instead, decorate the function in `train_step` that computes the"
+      " gradients with `tf.function(jit_compile=True)`."
     )
   step = _Step(model)
   model.train_step = step  # type: ignore[attr-defined]

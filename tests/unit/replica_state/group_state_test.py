@@ -159,7 +159,7 @@ def test_members_that_are_not_equal(tmp_path: pathlib.Path) -> None:
   with pytest.raises(
     AssertionError,
     match=r"`optimizer/sgd/iteration` differs within group 0 .* up to 1\."
-    " So do 1 more",
+    " 1 more variables differ, too",
   ):
     replica_state.assert_in_sync(optimizer, weights)
   replica_state.average(optimizer, weights)

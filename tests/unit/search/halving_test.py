@@ -487,13 +487,13 @@ def test_what_a_search_lacks_that_was_stopped(
   model, table = _make()
   halving = _halving(table, tmp_path)
   with pytest.raises(
-    ValueError, match=r"6 of 6 trials have no epoch.* Call fit"
+    ValueError, match=r"6 of 6 trials were not trained.* Call fit"
   ):
     halving.best_model()
   stop = tf.keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
   both = [stop, halving] if is_first else [halving, stop]
   _fit(model, table, *both, epochs=halving.total_epochs)
-  words = "4 of 6 trials have no epoch, and none has all 9."
+  words = "4 of 6 trials were not trained, and no trial was trained for all 9"
   [warning] = [r.getMessage() for r in caplog.records if "ended" in r.message]
   assert words in warning
   assert "EarlyStopping" in warning

@@ -58,8 +58,9 @@ class BackupAndRestore(group_callback.GroupCallback):
   A backup is made after each epoch, or every few batches or seconds, and when
   the machine is about to be taken away (SIGTERM). A backup in the middle of an
   epoch also holds the position in the data and the metrics so far, and `fit`
-  resumes with the next batch. For that it reads the epoch from its beginning
-  and skips the batches that are done, so the data must come in the same order
+  resumes with the next batch. To do this, `fit` reads the epoch from the
+  beginning and skips the batches that are done, so the data must come in the
+  same order
   again: pass `shuffle=False` with arrays, or a dataset that does not shuffle or
   uses `shuffle(..., seed=0, reshuffle_each_iteration=False)`. `fit` shuffles
   arrays by default, and the position of its random numbers is not saved. You
@@ -130,8 +131,8 @@ class BackupAndRestore(group_callback.GroupCallback):
         be killed before it has written what the other workers have written.
 
     Raises:
-      ValueError: If `backup_dir` is empty or a URL, or if `every` or `keep` is
-        not an integer in its range.
+      ValueError: If `backup_dir` is empty or a URL that TensorFlow cannot open,
+        or if `every` or `keep` is not an integer in its range.
       TypeError: If `backup_dir` is not a path, `every_seconds` not a number, or
         `on_preemption` not a boolean.
     """
@@ -220,8 +221,9 @@ class BackupAndRestore(group_callback.GroupCallback):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Makes a backup if one is due; ends the process after SIGTERM."""
     must_exit, is_backup_due = self._watch.compare(is_epoch_end=True)
-    # Usually the training function that skips batches ends skipping. When a
-    # callback has the step traced again, that function is gone.
+    # Usually the training function that skips batches resets this flag. If a
+    # callback makes Keras create a new training function, the flag is reset
+    # here.
     for callback in self.same_fit():
       callback.is_skipping_batches = False
     if self._every == "epoch" or must_exit or is_backup_due:
@@ -250,9 +252,9 @@ class BackupAndRestore(group_callback.GroupCallback):
       )
 
   def _warn_if_shuffled(self) -> None:
-    """Warns if a resumed `fit` would see other batches where it matters.
+    """Warns if a resumed `fit` would differ because it sees other batches.
 
-    It does not matter for backups at the end of each epoch of one model: the
+    It does not differ for backups at the end of each epoch of one model: the
     next epoch is shuffled anyway.
     """
     in_epoch = self._every != "epoch" or self._watch.is_needed
@@ -263,7 +265,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     result = (
       f"{compares[0]} may choose another trial"
       if compares
-      else "some examples of that epoch are used twice and others not at all"
+      else "some examples of the epoch are used twice, and others not at all"
     )
     logging.warning(
       "BackupAndRestore does not save the order in which `fit` shuffles arrays:"

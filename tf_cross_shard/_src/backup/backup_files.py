@@ -118,9 +118,9 @@ class BackupFiles:
   def newest(self) -> list[paths_lib.Path]:
     """Returns the files of the newest backup; this worker's own file is first.
 
-    It is the newest backup that all workers have; the list is empty if there
-    is none. Newer files of this worker are deleted: training resumes before
-    them and will write them again.
+    This is the newest backup that all workers have. The list is empty if there
+    is no such backup. Newer files of this worker are deleted: training resumes
+    before them and will write them again.
     """
     seen = self._seen()
     whole = [key for key in seen if self._has_all_files(key, seen[key])]
@@ -190,7 +190,8 @@ class BackupFiles:
       # Another worker may be deleting files that an earlier `fit` left.
       with contextlib.suppress(FileNotFoundError):
         for path in _backups_in(folder):
-          # Where renaming copies a file, a crash may have ended the copy.
+          # On file systems that copy a file to rename it, a crash may have
+          # interrupted the copying.
           if isinstance(path, paths_lib.RemotePath) and not (
             archive.is_complete(path)
           ):

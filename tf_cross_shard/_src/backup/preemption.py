@@ -35,7 +35,10 @@ class Watch:
   """
 
   def __init__(self, on_preemption: bool, seconds: float | None) -> None:
-    """Sets what to watch: SIGTERM or not, and the age of a backup or None."""
+    """Sets whether to watch for SIGTERM, and the oldest age of a backup.
+
+    The age is in seconds. None means that backups do not become too old.
+    """
     self._catches_signal = on_preemption
     self.is_needed = self._catches_signal or seconds is not None
     self._seconds = math.inf if seconds is None else seconds
@@ -75,9 +78,10 @@ class Watch:
 
     All workers call this method after each batch and epoch, and all receive
     the same answer. Workers communicate about once a second and at the end of
-    each epoch; in between, the answer is no. The interval is a number of calls,
-    which all workers count alike, computed from the slowest worker's time. One
-    process alone compares in every call.
+    each epoch; in between, both answers are False. The interval is a number of
+    calls, because all workers count calls alike. It is computed from the time
+    of the slowest worker. A program with a single process compares in every
+    call.
     """
     self._calls += 1
     if not self.is_needed or (self._calls < self._due and not is_epoch_end):
@@ -92,7 +96,8 @@ class Watch:
       calls = (self._calls - self._last) * _PAUSE / slowest
       self._due = self._calls + min(max(1, int(calls)), _MAX_BATCHES_BETWEEN)
     self._compared, self._last = now, self._calls
-    # Any worker's SIGTERM ends all; the clock is that of the first worker.
+    # A SIGTERM that any worker has received ends all workers. The clock of the
+    # first worker decides whether a backup is too old.
     return any(row[0] for row in rows), bool(rows[0][1])
 
   def _catch(self, number: int, frame: Any) -> None:

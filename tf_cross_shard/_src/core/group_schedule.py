@@ -143,7 +143,7 @@ class PerGroup:
     """
     if not isinstance(rates, Iterable) or not (rates := list(rates)):
       raise ValueError(
-        "`rates` must be a list with one rate for each group; got"
+        "`rates` must be a list with one learning rate for each group; got"
         f" {rates!r}. Use for example [0.1, 0.01]."
       )
     self.rates = [self._checked(rate) for rate in rates]
@@ -255,7 +255,7 @@ class PerGroup:
     """
     if len(self.rates) != groups.num_groups:
       raise ValueError(
-        "`rates` of PerGroup must contain one rate for each of the"
+        "`rates` of PerGroup must contain one learning rate for each of the"
         f" {groups.num_groups} groups {groups.to_lists()}; got"
         f" {len(self.rates)}: {self.rates}."
       )

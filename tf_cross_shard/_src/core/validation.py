@@ -213,8 +213,8 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
   if not shape.is_compatible_with(expected):
     raise ValueError(
       f"`grads_and_vars` must contain gradients of their variables' shapes; the"
-      f" gradient of {path_of(variable)} has shape {shape}, the variable"
-      f" {expected}. Pair each gradient with its own variable."
+      f" gradient of {path_of(variable)} has shape {shape}, but the variable"
+      f" has {expected}. Pair each gradient with its own variable."
     )
   return grad
 

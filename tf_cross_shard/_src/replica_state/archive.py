@@ -114,8 +114,8 @@ def _write_whole(path: paths_lib.Path, entries: Arrays) -> None:
       os.fsync(file.fileno())
     return
   # If another file system copies files to rename them, the new file may be
-  # incomplete for a moment. `is_complete` says so, because the directory of a
-  # zip file is at its end.
+  # incomplete for a moment. `is_complete` detects this, because the directory
+  # of a zip file is at the end of the file.
   with path.open("wb") as file:
     _write_entries(file, entries)
 
@@ -232,7 +232,7 @@ def reading(path: paths_lib.Path) -> Iterator[Archive]:
       raise OSError(
         error.errno,
         f"The checkpoint {path} cannot be read: {error.strerror}. Name a file"
-        " that replica_state.save wrote, which every worker sees",
+        " that replica_state.save wrote and that every worker can read",
       ) from error
     with naming_damage(path):
       container = stack.enter_context(zipfile.ZipFile(file))

@@ -107,10 +107,11 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   """Gives every group the values that `save` wrote for it.
 
   Group i of the file goes to group i of the optimizer. The groups may consist
-  of other replicas than before, and may have another size. Where members of a
-  group have different values, member j receives the values of member j. If
-  the size of the groups has changed, all members receive the mean of these
-  values, and an unfinished window of `accumulate_steps` starts again.
+  of different replicas than before, and may have a different size. Where
+  members of a group have different values, member j of the new group receives
+  the values of member j of the saved group. If the size of the groups has
+  changed, all members receive the mean of these values, and an unfinished
+  window of `accumulate_steps` starts again.
 
   The function reads and compares everything before it changes anything. With
   groups of the same size, training continues exactly as if it had not been
@@ -188,7 +189,7 @@ def restore_file(
     if checksum != checksums[0] and state.copies.workers is not None:
       names = state.copies.workers.names
       raise CheckpointError(
-        f"{names[i]} and {names[0]} read different checkpoints at {topic};"
+        f"{names[i]} and {names[0]} read different checkpoints ({topic});"
         " nothing was changed. Pass a file that all workers can read, or copy"
         " it to each of them."
       )
@@ -201,10 +202,11 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 
   Use this to serve or inspect a group on one device. It needs no strategy, no
   optimizer and no other group. For variables that are not trained, the model
-  receives the same values as from `load_group`. The model may have other random
-  number generators than the file, for example no dropout; then their states are
-  ignored, because predictions need none. The function reads and compares
-  everything before it changes anything.
+  receives the same values as from `load_group`. The model may have different
+  random number generators than the file, for example none because it has no
+  dropout. In this case the states of all generators are ignored, because
+  predictions need no random numbers. The function reads and compares everything
+  before it changes anything.
 
   Args:
     path: A file that `save` or `GroupCheckpoint` wrote.
@@ -235,8 +237,8 @@ def values_of_group(
 ) -> dict[str, archive.Array]:
   """Returns the values that `read_group` assigns, by the names of the entries.
 
-  If the file has the states of other random number generators than `state`,
-  these are left out of `state`.
+  If the file and `state` have different random number generators, the states of
+  all generators are removed from `state`.
   """
   for entry in state.entries:
     if entry.owned and entry.owned.groups.group_size > 1:
@@ -274,15 +276,17 @@ def _build(optimizer: Any, model: Any) -> None:
     CheckpointError: If the variables belong to another strategy.
   """
   layers = list(optimizer_state.nested_optimizers(optimizer))
-  # The outermost one builds all others. A LossScaleOptimizer around a
+  # The outermost optimizer builds all the others. A LossScaleOptimizer around a
   # CrossShardOptimizer may not be built although the CrossShardOptimizer is.
-  # It then has no loss scale to restore.
+  # Until the LossScaleOptimizer is built, there is no variable into which its
+  # loss scale can be restored.
   outermost = layers[0]
   if keras_private.is_built(outermost) or not hasattr(outermost, "build"):
     return
   listed = [v for v in group_state.variables_of(model) if v.trainable]
   variables = getattr(model, "trainable_variables", listed)
-  # Not the variables' strategy: under OneDeviceStrategy they do not know it.
+  # Do not use the strategy of the variables: variables of OneDeviceStrategy do
+  # not store it.
   strategy = keras_private.strategy(layers[-1])
   for other in filter(None, map(replica_values.strategy_of, variables)):
     if not _can_train(strategy, optimizer, other):
@@ -303,10 +307,11 @@ def _can_train(
 ) -> bool:
   """Returns whether an optimizer of `strategy` can train variables of `other`.
 
-  On one device, an optimizer that was created outside all scopes can.
+  On one device, it can if the optimizer was created outside all scopes.
   """
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
-  # Not `iterations`, which is a tensor if Keras 3 accumulates gradients.
+  # Do not look at `iterations`, which is a tensor if Keras 3 accumulates
+  # gradients.
   own = map(replica_values.strategy_of, optimizer_state.listed(optimizer))
   is_owned = any(owner is not None for owner in own)
   return other is strategy or not (is_owned or max(replicas) > 1)

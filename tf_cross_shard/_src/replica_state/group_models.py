@@ -27,7 +27,7 @@ from tf_cross_shard._src.replica_state import archive, group_state
 
 _CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
 _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
-# The layers of Keras that do the same for a single group.
+# Keras' layers that replace the layers of this package in a plain model.
 _PLAIN_LAYERS: Final = {
   "tf_cross_shard>Embedding": "Embedding",
   "tf_cross_shard>GroupDropout": "Dropout",
@@ -309,9 +309,8 @@ def _clone(
     raise ValueError(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
       f" Create and build a second {kind.__name__} yourself, outside"
-      " `strategy.scope()`, and pass it to load_group as `into`, or to"
-      " best_model as `into`, or pass GroupMetrics a function that returns it"
-      " as `twin`."
+      " `strategy.scope()`, and pass it as `into` to load_group or best_model."
+      " For GroupMetrics, pass a function that returns such a model as `twin`."
     ) from error
   finally:
     random.setstate(numbers)
@@ -337,7 +336,7 @@ def _copy_assets(model: Any, clone: Any) -> None:
 def _check_fits(
   state: group_state.GroupState, plain: Any
 ) -> group_state.GroupState:
-  """Returns the variables of a plain model that receive those of `state`.
+  """Returns the variables of a plain model that receive the values in `state`.
 
   If both have different numbers of random number generators, as with a dropout
   rate of 0, the states of these are left out of both.

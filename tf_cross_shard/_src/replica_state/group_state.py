@@ -31,8 +31,8 @@ _LOST: Final = (
   errors.WorkerLostError,
   tf.errors.OpError,
 )
-# The slowest disk, in bytes per second, that workers wait for before they give
-# up on each other.
+# The speed, in bytes per second, of the slowest disk for which workers wait
+# long enough.
 _SLOWEST: Final = 1e6
 
 
@@ -46,8 +46,9 @@ class Entry(NamedTuple):
   Attributes:
     name: Its name in a checkpoint, the same on all workers.
     variable: The variable.
-    is_shared: Whether members of a group have to have equal values of it.
-    is_new: Whether files of older versions lack it.
+    is_shared: Whether the members of a group must have equal values of the
+      variable.
+    is_new: Whether files of older versions lack the variable.
   """
 
   name: str
@@ -93,9 +94,10 @@ class GroupState:
 
     Args:
       optimizer: The optimizer. The optimizer and the model may be swapped.
-      model: A model or a list of variables; None for the optimizer's only.
-      is_whole: Whether to include the optimizer's variables. If False, only its
-        groups are read and it may be unbuilt.
+      model: A model or a list of variables; None to use the optimizer's
+        variables only.
+      is_whole: Whether to include the optimizer's variables. If False, only the
+        groups are read from the optimizer, which need not be built.
     """
     optimizer, model = optimizer_first(optimizer, model)
     if optimizer is not None:
@@ -174,7 +176,8 @@ class GroupState:
     if self.groups.group_size == 1:
       return set()
     differing = []
-    # Members have other rows of a divided table, even if the bits are equal.
+    # Each member holds different rows of a divided table, even if the bits of
+    # these rows are equal.
     divided = {entry.name for entry in self.entries if entry.owned is not None}
     compared = [entry for entry in self.entries if entry.owned is None]
     digests = self.copies.digests([entry.variable for entry in compared])
@@ -314,7 +317,7 @@ class GroupState:
     entry, index, first, other = differing[0]
     pair = self.copies.read(entry.variable, [first, other])
     count = len(differing) - 1
-    more = f" So do {count} more variables." if count else ""
+    more = f" {count} more variables differ, too." if count else ""
     return (
       f"`{entry.name}` differs within group {index}"
       f" {list(self.groups.assignment[index])} at {topic}: replicas {first} and"
@@ -489,7 +492,7 @@ def _strategy_of(entries: Sequence[Entry]) -> tf.distribute.Strategy:
     if strategy is not owned[0][1]:
       raise ValueError(
         f"`{name}` and `{owned[0][0]}` belong to different strategies. Create"
-        " model and optimizer inside the scope of one."
+        " the model and the optimizer inside the scope of one strategy."
       )
   return owned[0][1] if owned else tf.distribute.get_strategy()
 

@@ -137,7 +137,7 @@ class RemotePath(os.PathLike[str]):
     return (self / name.rstrip(_SEPARATOR) for name in names)
 
   def glob(self, pattern: str) -> Iterator["RemotePath"]:
-    """Returns an iterator over what `iterdir` finds by a pattern of names."""
+    """Yields the files and folders in this folder that match a pattern."""
     return (p for p in self.iterdir() if fnmatch.fnmatchcase(p.name, pattern))
 
 
@@ -145,7 +145,7 @@ Path = pathlib.Path | RemotePath
 
 
 def as_path(path: Any, argument: str = "path") -> Path:
-  """Returns a file or a folder of a user as an object with methods.
+  """Converts a user's path to a `pathlib.Path` or a `RemotePath`.
 
   Raises:
     TypeError: If `path` is neither a string nor a path.

@@ -1,4 +1,4 @@
-"""Variables in older checkpoints whose feature no longer exists.
+"""Variables of removed features, which older checkpoints contain.
 
 A checkpoint holds every variable by name, and normally `restore` raises an
 error for a name that the program does not have. Names that match a pattern of
@@ -71,8 +71,8 @@ def left_out(saved: Iterable[str], own: Collection[str]) -> dict[str, str]:
 def older_sums(saved: Iterable[str], own: Iterable[str]) -> dict[str, str]:
   """Returns the names that older files have for gradient sums.
 
-  Until version 0.2.0, they contained the numbers of Keras' layers in the
-  program that saved.
+  Until version 0.2.0, these names contained the numbers that Keras gave to
+  layers in the program that saved the file.
 
   >>> older_sums(["optimizer/gradient_sum/w"], ["optimizer/gradient_sum/w"])
   {}
@@ -119,7 +119,7 @@ def row_sums(found: Iterable[str]) -> list[str]:
 def without_new(
   path: Any, own: Sequence[Any], saved: Collection[str]
 ) -> list[Any]:
-  """Returns the program's variables without those that older files lack.
+  """Returns the program's variables without new variables that the file lacks.
 
   Args:
     path: The file, for a warning.

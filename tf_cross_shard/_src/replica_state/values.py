@@ -117,7 +117,8 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
       scale of each group do not change.
 
   Raises:
-    ValueError: If `slots` is True and there is no CrossShardOptimizer.
+    ValueError: If `slots` is True and there is no CrossShardOptimizer, or if
+      several groups have a ShardedEmbedding.
   """
   state = group_state.GroupState(optimizer, model)
   chosen = [p.variable for p in state.entries if p.name.startswith("model/")]

@@ -254,8 +254,8 @@ class Halving(trial_monitor.TrialMonitor):
       return ""
     untrained = sum(not trial.epochs for trial in self.table)
     return (
-      f"{untrained} of {len(self.table)} trials have no epoch, and none has all"
-      f" {self.epochs}"
+      f"{untrained} of {len(self.table)} trials were not trained, and no trial"
+      f" was trained for all {self.epochs} epochs"
     )
 
   def on_train_begin(self, logs: Any = None) -> None:
@@ -327,8 +327,8 @@ class Halving(trial_monitor.TrialMonitor):
       raise ValueError(
         f"The learning rates of the groups changed from {self._rates} to"
         f" {rates} in epoch {epoch}: a callback such as LearningRateScheduler"
-        " or ReduceLROnPlateau sets one for all trials. Remove this callback; a"
-        " schedule in `opt` starts again with each trial."
+        " or ReduceLROnPlateau sets one learning rate for all trials. Remove"
+        " this callback. A schedule in `opt` starts again with each trial."
       )
     best = {}
     for group in self.note(self._progress.running, logs):

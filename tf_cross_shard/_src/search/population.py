@@ -15,6 +15,7 @@ import numpy as np
 from tf_cross_shard._src.core.internals import (
   group_schedule,
   optimizer_state,
+  validation,
 )
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import group_models
@@ -172,7 +173,7 @@ class Population(trial_monitor.TrialMonitor):
     """
     super().__init__(monitor, mode)
     every = group_callback.check_count("every", every, 1, "epochs")
-    seed = group_callback.check_count("seed", seed, 0, "random numbers")
+    seed = validation.check_integer("seed", seed, "Use for example 0.", 0)
     group_callback.check_number("share", share)
     if not 0.0 < share <= 0.5:
       raise ValueError(
@@ -203,7 +204,7 @@ class Population(trial_monitor.TrialMonitor):
 
   @property
   def learning_rates(self) -> list[float]:
-    """The learning rate of each group; empty if it is not explored."""
+    """The learning rate of each group; empty if it is not a setting."""
     return [s["learning_rate"] for s in self.settings if "learning_rate" in s]
 
   def on_train_begin(self, logs: Any = None) -> None:
@@ -293,7 +294,7 @@ class Population(trial_monitor.TrialMonitor):
     if not np.isfinite(last).any():
       raise ValueError(
         f"No group has a finite {self.monitor!r}. Call fit first; `table` has"
-        " the metrics of each epoch."
+        " the metrics of each epoch, if `fit` was called."
       )
     best = int(np.argmax(np.where(np.isfinite(last), last, -np.inf)))
     table_lib.results_of(self.table).assign([self.settings[best]] * len(last))

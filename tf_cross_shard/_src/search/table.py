@@ -73,8 +73,8 @@ class Results:
 
   Attributes:
     trials: The trials and their results.
-    variables: The settings of the trials that the groups train: one variable
-      for each name, `[num_groups]`.
+    variables: The settings of the trials that the groups train: for each name,
+      one variable of shape `[num_groups]`.
     monitor: The metric that decides which trial is best; None before `fit`.
     sign: 1 if a larger `monitor` is better, else -1.
     asked: The names that the model's code has asked for.

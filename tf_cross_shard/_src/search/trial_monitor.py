@@ -66,7 +66,7 @@ class TrialMonitor(group_callback.GroupMonitor):
     self._check([trial.settings for trial in self.table])
 
   def begin(self, logs: Any) -> bool:
-    """Also tells the table by which metric to rank the trials."""
+    """Begins an epoch, and sets the metric by which the table ranks trials."""
     has_metrics = super().begin(logs)
     if has_metrics:
       results = table_lib.results_of(self.table)
@@ -74,7 +74,7 @@ class TrialMonitor(group_callback.GroupMonitor):
     return has_metrics
 
   def read(self) -> list[dict[str, float]]:
-    """Returns the settings of each group that the optimizer has."""
+    """Returns the settings of each group that belong to the optimizer."""
     own: dict[str, Any] = {}
     count = optimizer_state.groups_of(self.model.optimizer, None).num_groups
     if _RATE in self.names:
@@ -90,9 +90,9 @@ class TrialMonitor(group_callback.GroupMonitor):
   def apply_settings(self, rows: Sequence[Mapping[str, float]]) -> None:
     """Gives each group its settings, in the optimizer and in the table.
 
-    The training step is traced again only if a setting changes that the
-    optimizer holds as a constant. The learning rate and the settings of the
-    model are read from variables.
+    The training step is traced again only if a setting that the optimizer holds
+    as a constant has changed. The learning rate and the settings of the model
+    are read from variables.
     """
     if _RATE in self.names:
       group_rates.write(self.model, [row[_RATE] for row in rows])
@@ -118,7 +118,7 @@ class TrialMonitor(group_callback.GroupMonitor):
       rows: The settings of each group in this epoch, if they change.
 
     Returns:
-      The groups whose trial is at its best.
+      The groups whose trial has its best value so far in this epoch.
 
     Raises:
       ValueError: If nothing reads a setting of the table.
@@ -154,7 +154,8 @@ class TrialMonitor(group_callback.GroupMonitor):
 
   def _check(self, rows: Sequence[Mapping[str, Any]]) -> None:
     """Raises an error if the optimizer cannot take the settings of a row."""
-    # Try the settings of each trial on all groups, and then undo that.
+    # Try the settings of each trial on all groups, and then restore the
+    # settings.
     before = self.step.context.settings.group_settings
     count = optimizer_state.groups_of(self.model.optimizer, None).num_groups
     try:

@@ -53,8 +53,8 @@ class ShardedTable(abc.ABC):
   With n members, the member at place p stores the rows p, p + n, p + 2n, and so
   on, with the optimizer's slots of these rows: one n-th of the memory. A lookup
   sends each distinct id to its owner, and receives the row. In the backward
-  pass, the gradients of the rows return to the owners, who update them with the
-  formula of your optimizer, as with `lazy_rows=True`.
+  pass, the gradients of the rows return to the owners, which update the rows
+  with the formula of your optimizer, as with `lazy_rows=True`.
 
   Create the layer inside `strategy.scope()`, and train it with
   a `CrossShardOptimizer`. Results equal those of `layers.Embedding` with
@@ -150,7 +150,7 @@ class ShardedTable(abc.ABC):
 
   @property
   def group_assignment(self) -> list[list[int]] | None:
-    """The groups as lists of replica ids, or None for one group of all."""
+    """The groups as lists of replica ids; None means one group of all."""
     return self._owned.groups.to_lists() if self._has_groups else None
 
   def build(self, input_shape: Any = None) -> None:
@@ -312,7 +312,7 @@ class ShardedTable(abc.ABC):
     return [store["0"]]
 
   def set_weights(self, weights: Any) -> None:
-    """Gives all groups the table in a list, the only item."""
+    """Gives all groups the table that is the only item of `weights`."""
     [table] = weights
     self.load_own_variables({"0": table})
 
@@ -348,19 +348,22 @@ class ShardedTable(abc.ABC):
     return self._shaped(rows, ids)
 
   def _shaped(self, rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-    """Returns `[k, width]` rows in the shape of their ids."""
+    """Reshapes rows `[k, width]` to the shape of their ids and the width."""
     shape = tf.concat([tf.shape(ids), [self.output_dim]], axis=0)
     return tf.ensure_shape(
       tf.reshape(rows, shape), [*ids.shape, self.output_dim]
     )
 
   def _exchange(self, flat: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of `[k]` ids, in a replica."""
+    """Returns the rows of the ids in a vector of shape `[k]`.
+
+    Call it in a replica.
+    """
     table = variables.native(self.embeddings)
     return lookup.in_replica(self._engine, table, self._owned, flat)
 
   def _exchange_in_group_0(self, flat: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of group 0 on all replicas, also of other groups."""
+    """Returns the rows of group 0 on the replicas of all groups."""
     rows, groups = self._exchange(flat), self._owned.groups
     if groups.group_size == groups.num_replicas:
       return rows
@@ -378,7 +381,7 @@ class ShardedTable(abc.ABC):
     return here and not tf.distribute.in_cross_replica_context()
 
   def _fill(self) -> None:
-    """Initializes the table, unless that happened or is not possible yet."""
+    """Initializes the table, if this is possible and not done yet."""
     table = variables.native(self.embeddings)
     if self._is_filled or not isinstance(table, tf.Variable):
       return
@@ -386,11 +389,12 @@ class ShardedTable(abc.ABC):
       self._assign_rows(self._initial_blocks())
 
   def _guard(self, table: Any) -> None:
-    """Makes an error of calls that take the variable for a whole table.
+    """Makes calls that treat the variable as a whole table raise an error.
 
     Optimizers of this package write the copies of replicas. Plain Keras would
-    average the parts of different members, and read the part of one of them.
-    A `tf.train.Checkpoint` saves and restores the whole table.
+    average the parts of different members, and would read the part of one
+    member as if it were the table. A `tf.train.Checkpoint` saves and restores
+    the whole table.
     """
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -400,7 +404,7 @@ class ShardedTable(abc.ABC):
         " get_weights and set_weights of its layer, not of the model."
       )
 
-    # Keras updates the copies, TensorFlow also the variable itself.
+    # Keras updates the copies. TensorFlow also updates the variable itself.
     copies = self._strategy.experimental_local_results(table)
     for variable in (table, *copies):
       for name in _REFUSED:
@@ -473,7 +477,10 @@ def _write_saved_model(path: str, table: Any, name: str) -> None:
 
 
 def _as_ragged(values: Any) -> Any:
-  """Returns a tensor of ids or weights; ragged instead of sparse."""
+  """Converts ids or weights to a tensor.
+
+  Sparse values become a ragged tensor.
+  """
   if values is None or isinstance(values, tf.RaggedTensor):
     return values
   if isinstance(values, tf.SparseTensor):
@@ -491,7 +498,7 @@ def _combine(rows: Any, ids: Any, weights: Any, combiner: str) -> tf.Tensor:
       mean    s / sum over k of w[k]
       sqrtn   s / sqrt(sum over k of w[k]^2)
 
-  An example without ids has zeros.
+  The result for an example without ids is zero.
   """
   axis = len(ids.shape) - 1
   if weights is None:

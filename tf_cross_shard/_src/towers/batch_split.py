@@ -59,7 +59,7 @@ def concatenate(trees: Sequence[Any]) -> Any:
 
 
 def _is_tensor_like(tree: Any) -> bool:
-  """Returns whether part of a nest is one tensor that `tf.nest` could open.
+  """Returns whether `tf.nest` would take this tensor for a nest.
 
   An empty list is a nest without tensors.
   """
@@ -125,6 +125,6 @@ def _join_leaves(parts: Sequence[Any]) -> Any:
   if all(part is None for part in parts):
     return None
   if isinstance(parts[0], tf.SparseTensor):
-    # A list: tf.sparse.concat consumes a tuple like a generator.
+    # Pass a list, because tf.sparse.concat consumes a tuple like a generator.
     return tf.sparse.concat(0, list(parts))
   return tf.concat(parts, axis=0)

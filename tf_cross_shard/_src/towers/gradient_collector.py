@@ -4,11 +4,11 @@
     tower 1  apply_gradients ─▶ collect ┼─▶ all returned ─▶ sum ─▶ apply once
     tower 2  apply_gradients ─▶ collect ┘
 
-The sums are applied only after the last tower has returned and all towers are
-known to fit each other. Applying a sum earlier, inside the last tower, would
-have two faults: a second loss of that tower would be computed with other
-weights than the same loss of the other towers, and an error found later would
-leave the step half done.
+The sums are applied only after the last tower has returned and all towers have
+made the same calls. Applying a sum earlier, inside the last tower, would have
+two faults: a second loss of that tower would be computed with different weights
+than the same loss in the other towers, and an error found later would leave the
+step half done.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class CollectedCall:
 
   @property
   def key(self) -> tuple[int, ...]:
-    """Equal for two calls of one optimizer with the same variables."""
+    """A key that is equal for calls of one optimizer with equal variables."""
     return id(self.inner), *map(id, map(variables_lib.native, self.variables))
 
   def __str__(self) -> str:
@@ -186,7 +186,8 @@ class GradientCollector:
     needed = [getattr(g, "values", g) for g in grads if g is not None]
     result: Any = None
     with tf.control_dependencies(needed):
-      # One call of all towers at a time, in the order of the program.
+      # Apply one call at a time, summed over all towers, in the order of the
+      # program.
       for calls in zip(*self._calls, strict=True):
         last = calls[-1]
         columns = zip(*(call.grads for call in calls), strict=True)
@@ -229,7 +230,8 @@ def _sum_or_mean(
   if len({grad.dtype for grad in present}) > 1:
     present = [indexed_slices.cast(grad, variable) for grad in present]
   is_sparse = all(isinstance(grad, tf.IndexedSlices) for grad in present)
-  # Merging equal rows gives a shape that depends on data, which no TPU has.
+  # Merging equal rows gives a shape that depends on data, which TPUs do not
+  # support.
   if is_sparse and not is_tpu(tf.distribute.get_strategy()):
     rows = tf.IndexedSlices(
       tf.concat([grad.values for grad in present], axis=0),

@@ -137,7 +137,7 @@ class ReplicatedModelFn:
       merged.
 
     Raises:
-      ValueError: If the batch does not divide by the number of towers, if
+      ValueError: If the batch size is not divisible by the number of towers, if
         `mode` is unknown, if the towers differ, or if several towers train
         without a TowerOptimizer.
       TypeError: If model_fn does not return a TowerSpec.
@@ -234,7 +234,7 @@ class ReplicatedModelFn:
     if collector.is_training and not (is_single or collector.has_calls):
       raise ValueError(
         "`model_fn` must apply gradients through a TowerOptimizer when it is"
-        f" replicated; none was called in {collector.count} towers. Use"
+        f" replicated; {collector.count} towers called none. Use"
         " TowerOptimizer(optimizer), and call its minimize or apply_gradients."
       )
     # Merge first, so that an error in a spec is raised before the update.
@@ -246,8 +246,8 @@ class ReplicatedModelFn:
     results = tf.nest.flatten(merged, expand_composites=True)
     # The variables are on the first device.
     with _on(device), tf.name_scope(f"tower_{collector.count - 1}"):
-      # Before the control dependencies: slots may be created outside the
-      # graph, where they cannot depend on tensors of the graph.
+      # Call `prepare` before the control dependencies: slots may be created
+      # outside the graph, where they cannot depend on tensors of the graph.
       collector.prepare()
       # In a graph, too, an error in a merged tensor comes before the update.
       with tf.control_dependencies(list(filter(tf.is_tensor, results))):

@@ -134,7 +134,7 @@ class CallVariables:
       self._is_paused = outer
 
   def optimizer(self, optimizer: Any) -> Any:
-    """Replaces an optimizer created in a tower with that of the first call.
+    """Replaces an optimizer of a tower with the optimizer of the first call.
 
     The optimizer of the first call has the slots of all steps so far. Sharing
     slots by order instead would require that every optimizer is built on the
@@ -183,8 +183,9 @@ class CallVariables:
         )
       shared.orders[self._mode] = made
     elif not made:
-      # This tower created no variables: those of the first tower belong to
-      # layers and optimizers from outside model_fn, which are built now.
+      # This tower created no variables. So the variables that the first tower
+      # created belong to layers and optimizers from outside model_fn, which are
+      # already built.
       shared.orders[self._mode] = shared.weights = []
     elif len(made) < len(known):
       raise ValueError(
@@ -246,7 +247,7 @@ def _variables_of(holder: Any) -> list[Any]:
 
 
 def _classes(optimizer: Any) -> str:
-  """Names the class of an optimizer and of each that it encapsulates."""
+  """Names the classes of an optimizer and of the optimizers inside it."""
   inner = getattr(optimizer, "inner_optimizer", None)
   name = type(optimizer).__name__
   return name if inner is None else f"{name}({_classes(inner)})"
@@ -255,7 +256,7 @@ def _classes(optimizer: Any) -> str:
 def _may_be_of_optimizer(kwargs: dict[str, Any]) -> bool:
   """Returns whether an optimizer's constructor may create this variable.
 
-  These are scalars that are not trained, such as the iteration count.
+  Such variables are scalars that are not trained, such as the iteration count.
   """
   shape, _ = _asked_for(kwargs)
   return kwargs.get("trainable") is False and shape.rank == 0

@@ -2,7 +2,7 @@
 
     in one of several towers     loss / n (for a mean) ─▶ gradients ─▶ collect
     after the last tower         sum over towers ─▶ encapsulated optimizer
-    with one tower, or without   gradients ─▶ encapsulated optimizer
+    one tower, or outside towers gradients ─▶ encapsulated optimizer
 
 `keras3.TowerOptimizer` and `tf_keras.TowerOptimizer` derive from the class
 here. `tf_cross_shard.towers` explains towers.
@@ -110,8 +110,8 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
         `apply_gradients`.
 
     Returns:
-      The iteration count after the update. In one of several towers, where the
-      update is still to come, the iteration count before it.
+      The iteration count after the update. In one of several towers, it is the
+      iteration count before the update, which happens later.
 
     Raises:
       ValueError: If `grads_and_vars` is empty or malformed, or if this tower
@@ -137,7 +137,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
   def _check_wrapper_within(
     cls, wrapper: forwarding.OptimizerWrapper, opt: Any
   ) -> None:
-    """Allows a CrossShardOptimizer within, and refuses a TowerOptimizer."""
+    """Accepts a CrossShardOptimizer, and refuses a TowerOptimizer."""
     if isinstance(wrapper, TowerOptimizer):
       super()._check_wrapper_within(wrapper, opt)
     elif wrapper is not opt:
@@ -215,9 +215,9 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
           options=options,
           requires_scalar=False,
         )
-    # The gradients are multiplied, not the loss: a tape of the user's may have
-    # ended its recording, and would not see the product. A gradient that
-    # overwrites its variable is a value and has no factor.
+    # Multiply the gradients, not the loss: the user's tape may have stopped
+    # recording, and would not see the product. A gradient that overwrites its
+    # variable is a value and has no factor.
     is_overwritten = self._encapsulated.is_overwritten
     return [
       (indexed_slices.times(grad, 1.0 if is_overwritten(v) else factor), v)
@@ -293,7 +293,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     )
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
-    """Refuses a loss scaling optimizer around this one.
+    """Refuses a loss scaling optimizer around this TowerOptimizer.
 
     The loss scaling optimizer would look for overflows in the gradients of one
     tower instead of their sum.

@@ -114,7 +114,7 @@ def compile_for(
       calls `strategy.run` once.
     args: The arguments of `fn`: tensors, arrays or `tf.TensorSpec` with the
       shapes that one replica sees, or structures of these. The `train_step` of
-      a Keras model takes one pair.
+      a Keras model takes one argument, the pair (x, y).
     strategy: The strategy whose variables `fn` uses. None (the default) means
       the strategy of the current scope, the strategy whose `run` `fn` calls, or
       a new strategy.
@@ -188,7 +188,7 @@ def _trace(
   on_host = tf.function(lambda *tensors: fn(*tensors))
   on_replicas = tf.function(lambda *tensors: strategy.run(fn, tensors))
   # First assume that `fn` is a replica's function. If `fn` calls `run` itself,
-  # this is an error about nested calls.
+  # tracing raises a NestedRunError.
   try:
     traced = on_replicas.get_concrete_function(*specs)
   except strategy_lib.NestedRunError:
@@ -227,7 +227,7 @@ def _table(
 
 
 def _align(rows: Sequence[Sequence[str]], right: int) -> list[str]:
-  """Aligns the columns of a table: `right` is right-aligned, others left."""
+  """Aligns column `right` of a table to the right, and others to the left."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [
     "  ".join(

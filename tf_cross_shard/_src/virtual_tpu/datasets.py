@@ -18,7 +18,7 @@ from tensorflow.python.util import nest
 
 
 class _Spec(tf.TypeSpec):
-  """The type of a `SplitDataset`, which is given by the dataset in it."""
+  """The type of a `SplitDataset`, given the type of the dataset in it."""
 
   __slots__ = ["_plain"]
 

@@ -116,7 +116,8 @@ def trace(
     function = tf.function(marked, autograph=False, jit_compile=True)
     return function.get_concrete_function(*specs)
 
-  # Compare the variables, not their number: Python may delete others meanwhile.
+  # Compare the variables, not their number: Python may delete other variables
+  # meanwhile.
   before = {variable.ref() for variable in known()}
   function = build()
   if any(variable.ref() not in before for variable in known()):

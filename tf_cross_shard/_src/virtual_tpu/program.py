@@ -182,7 +182,7 @@ class Program:
       ]
 
   def as_operation(self, arguments: Sequence[PerReplica]) -> list[PerReplica]:
-    """Adds an operation to the graph being built that runs a step."""
+    """Adds an operation that runs a step to the graph being built."""
     count, results = self.replicas.num_replicas, self.traced.function.outputs
     shapes = [tensors[0].shape for tensors in arguments]
     if all(shape.is_fully_defined() for shape in shapes):
@@ -229,8 +229,8 @@ class Cache:
   """
 
   def __init__(self) -> None:
-    # By the id of a function: a weak reference that deletes the entry, and the
-    # programs by key.
+    # Maps the id of a function to a weak reference, which deletes the entry,
+    # and to the function's programs by key.
     self._by_owner: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
   def get(

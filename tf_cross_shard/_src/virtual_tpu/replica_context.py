@@ -11,8 +11,8 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-# The name scope of all-to-all exchanges. TensorFlow has no such operation that
-# it can lower for CPUs, so `hlo.Module.portable` looks for this name.
+# The name scope of all-to-all exchanges. TensorFlow has no all-to-all operation
+# that it can lower for CPUs, so `hlo.Module.portable` looks for this name.
 ALL_TO_ALL: Final = "CrossReplicaAllToAll"
 _MARK: Final = "tf_cross_shard_replica_program"
 

@@ -109,7 +109,9 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     )
 
   def take(self) -> xla.Buffers:
-    """Returns the copies for a program, which will call `replace`.
+    """Returns the copies for a program.
+
+    After the program has run, call `replace`.
 
     If the host's value was set, the copies are made from it first.
     """
@@ -214,7 +216,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
     return self._distribute_strategy.extended.replicas
 
   def _was_assigned(self) -> bool:
-    """Returns whether the host's value changed since the values were equal.
+    """Returns whether the host's value is newer than the copies.
 
     As long as `_agreed` exists, TensorFlow neither writes to its memory nor
     reuses it. So the value is unchanged if it has the same address. At another
@@ -245,7 +247,7 @@ class ReplicaVariable(resource_variable_ops.ResourceVariable):
 
 
 def _override(name: str) -> None:
-  """Makes a method of ResourceVariable that assigns set all copies."""
+  """Returns an assigning method that sets all copies on the host."""
   method = getattr(resource_variable_ops.ResourceVariable, name)
 
   @functools.wraps(method)

@@ -351,7 +351,7 @@ class VirtualTPUExtended(distribute_lib.StrategyExtendedV1):
     If `axis` is given, that dimension is reduced as well. Replicas may have
     different numbers of elements along it; the mean weighs all elements alike:
 
-        mean = sum of all elements / number of elements per element of the mean
+        mean = sum of elements / number of elements that were added up
     """
     if replica_context.in_replica_program():  # In a merge call.
       return self._replica_ctx_all_reduce(operation, [value])[0]

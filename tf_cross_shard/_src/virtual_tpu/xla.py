@@ -119,8 +119,8 @@ class Client:
   ) -> Executable:
     """Compiles a module for all replicas, given each output's shape and dtype.
 
-    Returns a function that runs the module once on every replica and waits for
-    all.
+    Returns a function that runs the module once on every replica, and waits
+    until all replicas have ended.
     """
     loaded = self._client.compile_and_load(
       _to_stablehlo(self._xla, module),

@@ -25,7 +25,7 @@ A sharded update also needs the two halves of an all-reduce:
     all-       concat of the       CollectiveGatherV2       AllToAll of
       gather     members' parts                               repeated parts
 
-With more than ten replicas (`collective_ops.keeps_order`), both halves are one
+With more than ten replicas (`collective_ops.keeps_order`), each half is an
 all-reduce of a whole buffer: see `engine.Engine`.
 
 We rejected an alternative without engines: each replica puts its gradients into

@@ -17,7 +17,8 @@ How the obvious alternatives failed, with TensorFlow 2.21 on CPUs:
 - A fresh instance key in every call: the runtime remembers every key, at 0.85
   to 1.5 kB each, and steps are slower.
 - An instance key from a counter in Python: if only one worker retraces its
-  function, its keys no longer match those of the others, and all workers hang.
+  function, its keys no longer match the keys of the other workers, and all
+  workers hang.
 - `timeout_seconds`: each operation then holds two threads until the time has
   passed, 2,423 threads after 300 steps. `timeout_seconds` is therefore 0. The
   runtime still notices a lost worker after about 9 s.
@@ -57,13 +58,14 @@ _ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
 AUTO: Final = "auto"
 RING: Final = "ring"
 NCCL: Final = "nccl"
-# The dtypes that NCCL sums. TensorFlow 2.21 treats any other dtype as float32
-# there, according to its source code.
+# The dtypes that NCCL sums. According to its source code, TensorFlow 2.21
+# passes any other dtype to NCCL as float32.
 _NCCL_DTYPES: Final = _DTYPES - {tf.bfloat16}
 
 # With 12 members or more, `CollectiveAllToAllV2` fails or returns wrong rows.
 MAX_ALL_TO_ALL: Final = 11
-# With more replicas, the runtime sees members in another order than we do.
+# With more replicas than this, the runtime sees the members in a different
+# order than we do.
 MAX_ORDERED: Final = 10
 
 _local_strategies: Final = itertools.count()
@@ -174,7 +176,9 @@ class CollectiveOps:
   def reduce_scatter(
     self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
   ) -> tf.Tensor:
-    """Sums `[group_size * n]` over the group; returns this member's `[n]`.
+    """Sums a vector over the group, and returns this member's part.
+
+    The vector has `group_size * n` elements, and the part n.
 
         part k of all members ─ all-to-all ─▶ member k sums its parts
 
@@ -244,8 +248,9 @@ class CollectiveOps:
     """
     if not keeps_order(groups):
       raise NotImplementedError(
-        f"A table can be divided under at most {MAX_ORDERED} replicas here; got"
-        f" {groups.num_replicas}. Use layers.Embedding."
+        "Between processes, and inside tf.cond, a table can be divided among at"
+        f" most {MAX_ORDERED} replicas; got {groups.num_replicas}. Use"
+        " layers.Embedding."
       )
     most = _rounded_up(tf.reduce_max(counts))
     starts = tf.cumsum(counts[place], exclusive=True)
@@ -321,8 +326,9 @@ class CollectiveOps:
 
     TensorFlow runs stateful operations one after the other if they use the same
     resource. Without a resource, every stateful operation would be serialized,
-    across replicas too, and the first collective would hang. The handle is of a
-    variable that is never created, because only its name matters.
+    across replicas too, and the first collective would hang. The handle belongs
+    to a variable that is never created, because only the name of the variable
+    matters.
     """
     key = replica, chain
     if key not in self._tokens:
@@ -452,7 +458,7 @@ def can_merge() -> bool:
 
 
 def outermost_function() -> Any:
-  """Returns the graph being built, or the outermost of nested functions."""
+  """Returns the graph of the outermost function that is being traced."""
   graph: Any = tf.compat.v1.get_default_graph()
   outer = getattr(graph, "outer_graph", None)
   while isinstance(outer, tf.__internal__.FuncGraph):
@@ -461,7 +467,7 @@ def outermost_function() -> Any:
 
 
 def _enclosing_graphs() -> list[Any]:
-  """Returns the graph being built and those around it in the replica."""
+  """Returns the graphs being built, up to that of the replica function."""
   graphs = [tf.compat.v1.get_default_graph()]
   began_in = getattr(threading.current_thread(), "graph", None)
   while graphs[-1] is not began_in and hasattr(graphs[-1], "outer_graph"):

@@ -139,7 +139,10 @@ class Engine(abc.ABC):
     return True
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Sums `[group_size * n]` over the group; returns this member's `[n]`."""
+    """Sums a vector over the group, and returns this member's part.
+
+    The vector has `group_size * n` elements, and the part n.
+    """
     [total] = self.all_reduce_narrow([row])
     part = total.shape[0] // self.groups.group_size
     return tf.slice(total, [self.position() * part], [part])
@@ -147,21 +150,23 @@ class Engine(abc.ABC):
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
     """Concatenates the parts of all members: the reverse of `reduce_scatter`.
 
-    All parts are `[n]`, of one dtype. The result is `[group_size * n]`, in the
-    order of `position`.
+    All parts have the shape `[n]` and one dtype. The result has the shape
+    `[group_size * n]`, in the order of `position`.
     """
     # Each member contributes zeros except for its own shard, so the sum
     # concatenates the shards.
     return self.all_reduce_sum([self.place_among_zeros(part)])[0]
 
   def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
-    """Returns `[group_size * n]` zeros, with `part` at this member's place."""
+    """Returns a vector of zeros that has `part` at this member's position."""
     places = tf.range(self.groups.group_size)[:, tf.newaxis]
     is_mine = places == self.position()
     return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
 
   def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Sends rows to the members: first the rows for the member at place 0.
+    """Sends each row to one member.
+
+    `rows` starts with the rows for the member at position 0.
 
     Args:
       rows: `[sum of counts[position()], ...]`, in the order of their receivers.
@@ -197,8 +202,9 @@ class Engine(abc.ABC):
   def making_variables(self) -> Iterator[None]:
     """Enters the strategy's scope, unless it is already entered.
 
-    New variables then get a copy on each replica. It also works during tracing
-    and in replicas, because tf_keras builds an optimizer in its first step.
+    New variables then get a copy on each replica. This context also works
+    during tracing and in replicas, because tf_keras builds an optimizer in its
+    first step.
     """
     with tf.init_scope():
       if tf.distribute.in_cross_replica_context() or (

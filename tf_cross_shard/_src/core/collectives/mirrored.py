@@ -1,7 +1,7 @@
 """The engine of `tf.distribute.MirroredStrategy`: one process, many devices.
 
-Each replica is a thread, which traces the replica function after the previous
-replica. `merge_call` runs one function with the values of all replicas:
+Each replica is a thread. The threads trace the replica function one after the
+other. `merge_call` runs one function with the values of all replicas:
 
     replica 0 ──┐                      replica 2 ──┐
                 ├─ add_n ─▶ group 0                ├─ add_n ─▶ group 1
@@ -18,7 +18,7 @@ in two cases:
 
 Accumulation windows end inside `tf.cond`, so they use `collective_ops`, also on
 CPUs. Eager replicas run one after the other, so a collective would hang in the
-first replica. Eager sums always use merge calls.
+first replica. So eager sums always use merge calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -155,7 +155,10 @@ class Mirrored(collective_engine.CollectiveEngine):
     return self._merge([rows, counts], combine)[self.position()]
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums, in float32 if the members sum in a merge call."""
+    """Sums tensors.
+
+    In a merge call, half-precision tensors are added in float32.
+    """
     if not self._merges_here():
       return super().all_reduce_narrow(tensors)
     return self._sum(tensors, _add_widened)
@@ -164,7 +167,7 @@ class Mirrored(collective_engine.CollectiveEngine):
     """Returns the same. Raises `ValueError` if a device is missing.
 
     If devices do not exist, TensorFlow places several replicas on one device,
-    and runs their branches one after the other. A collective would hang there.
+    and runs the replicas one after the other. A collective would hang there.
     """
     there = [device.name for device in tf.config.list_logical_devices()]
     absent = [d for d in self._devices if not d.endswith(tuple(there))]
@@ -201,7 +204,8 @@ class Mirrored(collective_engine.CollectiveEngine):
   ) -> list[tf.Tensor]:
     """Sums in a merge call, in packed buffers.
 
-    The buffers join tensors of one width, which need no reshaping.
+    Each buffer joins tensors that have the same shape except for the first
+    dimension, so that no tensor has to be reshaped.
     """
     buffers, unpack = packing.pack(tensors, _MERGE_BUCKET_BYTES, by_width=True)
     return unpack(self._merge_each(buffers, add_up))

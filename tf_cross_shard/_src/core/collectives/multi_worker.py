@@ -69,13 +69,16 @@ class MultiWorker(collective_engine.CollectiveEngine):
   @property
   def replicas_here(self) -> range:
     """The numbers of the replicas in this process, one for each device."""
-    # It counts a chief, which `task_id` of the cluster resolver does not.
+    # `_id_in_cluster` also counts a chief. `task_id` of the cluster resolver
+    # does not.
     index: int = self.strategy.extended._id_in_cluster  # noqa: SLF001
     first = index * len(self._devices)
     return range(first, first + len(self._devices))
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors; 3 to 11 members add half-precision tensors in float32.
+    """Sums tensors.
+
+    Groups of 3 to 11 members add half-precision tensors in float32.
 
     The ring of `CollectiveReduceV2` adds in the dtype that it sends, so it
     rounds at each member. A bfloat16 sum over four members has a relative error

@@ -2,7 +2,7 @@
 
 In this context, an all-reduce returns the value of this replica, a merge call
 runs immediately, and an assignment writes the copy of this replica. There are
-two reasons to apply an update in it:
+two reasons to apply an update in this context:
 
 - Keras 3 reduces gradients in `apply_gradients`. Gradients that were reduced
   over the group must not be reduced a second time, over all replicas.
@@ -50,8 +50,9 @@ def isolate_in_one_program(
 
   On TPUs, merge calls run immediately, also in `tf.cond`. A variable whose
   aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
-  the value of replica 0, which may belong to a different group. In this context
-  it receives the value of its own replica. That value is equal within a group.
+  the value of replica 0, which may belong to a different group. In this
+  context, each replica's copy receives the value of that replica, which is the
+  same on all members of a group.
   """
   return _OneProgramContext(strategy, tf.distribute.get_replica_context())
 
@@ -114,8 +115,8 @@ class _Overrides:
     """Puts the overriding methods on the object."""
     self.users = 0
     self._extended = extended
-    # Usually only the class has these methods. Remember those of the object
-    # itself.
+    # Usually only the class has these methods. Remember the methods that the
+    # object itself has, so that `remove` can restore them.
     own = vars(extended)
     self._own = {name: own[name] for name in _OVERRIDDEN if name in own}
     use_merge_call = extended._use_merge_call

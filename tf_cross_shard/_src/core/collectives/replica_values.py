@@ -237,7 +237,7 @@ class Copies:
       raise errors.from_message(str(error.message)) or error from error
 
   def _copies(self, variable: Any) -> Sequence[Any]:
-    """Returns each local replica's variable, or the one that all share."""
+    """Returns the copies of this process, or the only one if all share it."""
     return self.engine.strategy.experimental_local_results(native(variable))
 
 
@@ -256,7 +256,7 @@ def _from_words(words: Array, like: Array) -> Array:
 
 
 def _pad_rows(array: Array, rows: int) -> Array:
-  """Returns an array with rows of zeros below."""
+  """Appends rows of zeros to an array until it has `rows` rows."""
   missing = [rows - len(array), *array.shape[1:]]
   return np.concatenate([array, np.zeros(missing, array.dtype)])
 

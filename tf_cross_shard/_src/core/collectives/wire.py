@@ -48,8 +48,9 @@ class Wire:
       dtype: The dtype to which wider gradients are rounded before they are
         sent. None for exact sums.
       scale: A function that returns the number by which gradients are
-        multiplied while they are sent, or None. It keeps small gradients from
-        being rounded to 0 in float16. A power of two causes no rounding.
+        multiplied while they are sent, or None for no number. The number keeps
+        small gradients from being rounded to 0 in float16. Pass None to send
+        gradients as they are. A power of two causes no rounding.
     """
     self._engine = engine
     self._dtype = dtype
@@ -116,7 +117,9 @@ class Wire:
   def _sum_dense(
     self, grads: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """Sums gradients, sent in the wire's dtype, and `exact`, sent in its own.
+    """Sums gradients, and the tensors of `exact`.
+
+    Gradients are sent in the dtype of the wire, and `exact` in its own dtypes.
 
     Returns the sums of the gradients, followed by the sums of `exact`.
     """

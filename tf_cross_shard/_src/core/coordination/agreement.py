@@ -33,9 +33,9 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 TIMEOUT: Final = 50.0
 # The environment variable that sets a different timeout.
 VARIABLE: Final = "TF_CROSS_SHARD_TIMEOUT"
-# The same for a wait in a step. Tracing and compiling the first step, or
-# evaluating on one worker, may take minutes. PyTorch's limits are 10 minutes
-# for NCCL and 30 minutes for gloo.
+# The default limit of a wait in a step, in seconds. Tracing and compiling the
+# first step, or evaluating on one worker, may take minutes. PyTorch's limits
+# are 10 minutes for NCCL and 30 minutes for gloo.
 STEP_TIMEOUT: Final = 1800.0
 STEP_VARIABLE: Final = "TF_CROSS_SHARD_STEP_TIMEOUT"
 # How many seconds longer the first worker waits, because the other workers
@@ -115,7 +115,10 @@ def timeout_of(strategy: Any) -> float:
 
 
 def step_timeout_of(strategy: Any) -> float:
-  """Returns the same for a wait in a step, from `step_timeout`."""
+  """Returns how many seconds workers wait for each other in a step.
+
+  This is `step_timeout`, the value of `STEP_VARIABLE`, or `STEP_TIMEOUT`.
+  """
   return _seconds(strategy, "step_timeout", STEP_VARIABLE, STEP_TIMEOUT)
 
 
@@ -157,8 +160,9 @@ def compare_workers(
     return
   texts = exchange(workers, topic, text)
   # If one worker ends, TensorFlow also ends what the other workers wait for.
-  # Wait here until all workers have read the texts. Each has what it needs for
-  # its error, so it does not matter if this last exchange fails.
+  # Wait here until all workers have read the texts. After this wait, each
+  # worker has the texts for its error, so a failure of this last exchange does
+  # not matter.
   with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
     exchange(workers, topic, "has read")
   # Report the first line in which each other worker differs from the first one.
@@ -208,15 +212,16 @@ def exchange(
         f"{key}/{index}",
         deadline,
         sender=index,
-        # The store ends with the first worker, whoever is waited for.
+        # Also look for an error that the first worker reported, because the
+        # store ends when the first worker ends.
         reporters={index, 0} - {workers.index},
       )
       for index in range(len(workers.names))
     ]
   except (errors.DisagreementError, errors.MissingWorkerError):
-    # The first worker has reported this, and waits for the mark. Do not write
-    # it for a WorkerLostError: if the first worker is lost, writing to the
-    # store never returns.
+    # The first worker has reported this error, and waits for the mark. Do not
+    # write the mark after a WorkerLostError: if the first worker is lost,
+    # writing to the store never returns.
     _mark_as_done(key, workers.index)
     raise
   _mark_as_done(key, workers.index)
@@ -243,8 +248,9 @@ def _mark_as_done(key: str, index: int) -> None:
   """Tells the first worker that this worker has ended an exchange."""
   if index == 0:
     return
-  # The first worker may end before its answer to this mark arrives. It does not
-  # matter to this exchange, and the next one notices that the worker is lost.
+  # The first worker may end before its answer to this mark arrives. This does
+  # not matter: this exchange is complete, and the next exchange notices that
+  # the worker is lost.
   with contextlib.suppress(errors.WorkerLostError, tf.errors.OpError):
     key_value_store.put(f"{key}/done/{index}", "")
 
@@ -253,7 +259,7 @@ def _wait_until_done(key: str, others: Iterable[int], limit: float) -> None:
   """Waits until other workers have ended an exchange.
 
   The store is in the first worker's process. The first worker must not end
-  before they have read what they need.
+  before the other workers have read the values that they need.
   """
   deadline = time.monotonic() + limit
   for index in others:

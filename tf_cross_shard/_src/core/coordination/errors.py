@@ -118,8 +118,9 @@ def from_message(text: str) -> Exception | None:
       f"Workers do different things: {misfit[0]} Run the same program on every"
       " worker."
     )
-  # The lost worker is named first after "unhealthy". Otherwise it is the last
-  # one that the message names, next to the innermost cause.
+  # If the message contains "unhealthy", the lost worker is the first one named
+  # after this word. If not, it is the last worker that the message names,
+  # beside the innermost cause.
   _, unhealthy, cause = text.rpartition("unhealthy")
   tasks = _TASK.findall(cause)
   return lost(" ".join(tasks[0 if unhealthy else -1]) if tasks else "A worker")

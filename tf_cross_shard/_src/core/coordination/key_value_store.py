@@ -3,7 +3,7 @@
 The store is in the first worker's process, and all workers can use it. A worker
 that reads a key waits for its value until a deadline. If the worker that should
 write the value is lost, reading raises an error. A worker that is about to end
-can report the reason, which then is the error of those that wait for it.
+can report an error. The workers that wait for it then raise this error.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from tf_cross_shard._src.core.coordination import errors
 _PREFIX: Final = "tf_cross_shard/"
 # Enough seconds to read an existing value, even from a different machine.
 _SHORTEST: Final = 0.2
-# After how many seconds without an answer the first worker counts as lost, as
-# after TensorFlow's own time limit for heartbeats.
+# The first worker counts as lost if it does not answer for this many seconds,
+# as it does after TensorFlow's own time limit for heartbeats.
 _LONGEST: Final = 10.0
 # The last key that this process has written.
 _written: list[str] = []
@@ -69,7 +69,8 @@ def wait(
   Raises:
     DisagreementError, MissingWorkerError: If one of `reporters` reported this
       error.
-    WorkerLostError: If TensorFlow has not heard of the sender for ten seconds.
+    WorkerLostError: If TensorFlow has not heard from the sender for ten
+      seconds.
   """
   eager = context.context()
   lost: Exception | None = None
@@ -84,8 +85,8 @@ def wait(
       error = errors.from_message(reason) if reason else None
       if error is not None:
         raise error
-    # The sender may have written the value just before it ended. Raise its loss
-    # only if one more wait has not found the value.
+    # The sender may have written the value just before it ended. Raise the
+    # error about its loss only if one more wait has not found the value.
     if lost is not None:
       raise lost
     if time.monotonic() >= deadline:

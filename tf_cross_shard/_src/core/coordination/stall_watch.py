@@ -11,9 +11,9 @@ worker waits longer than `step_timeout`, it writes an *alarm* into the store:
     all workers ── whether they wait, and where they are ▶ store ─▶ all workers
     workers that wait: name those that do not wait, and abort the collective
 
-Nothing is sent between workers while there is no alarm. The counters are
-variables, so a step changes them without Python: each collective costs two
-additions of an integer.
+While there is no alarm, each worker only reads one key of the store in each
+interval of ten seconds or less. The counters are variables, so a step changes
+them without Python: each collective costs two additions of an integer.
 """
 
 import atexit
@@ -58,7 +58,8 @@ class StallWatch:
     self._key = f"stall/{next(_series)}"
     self._entered = _Counter()
     self._left = _Counter()
-    # The counters at the last look, and when they had changed.
+    # The counters at the last look, and the time at which their last change was
+    # seen.
     self._seen = (0, 0)
     self._changed = time.monotonic()
     thread = threading.Thread(
@@ -116,7 +117,7 @@ class StallWatch:
     return self._answer(key)
 
   def _answer(self, key: str) -> bool:
-    """Tells all workers what this worker does; ends a wait for a stuck one."""
+    """Tells others what this worker does; ends its wait for a stuck worker."""
     workers = self._workers
     place = _place_of_main_thread()
     key_value_store.put_if_missing(

@@ -64,7 +64,8 @@ class Encapsulated(abc.ABC):
   @property
   def name(self) -> str:
     """The optimizer's name."""
-    # tf_keras' LossScaleOptimizer has no name, legacy optimizers a private one.
+    # tf_keras' LossScaleOptimizer has no name, and legacy optimizers have a
+    # private name.
     for optimizer in (self.optimizer, self.innermost):
       if hasattr(optimizer, "name"):
         return str(optimizer.name)

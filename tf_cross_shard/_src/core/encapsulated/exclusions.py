@@ -72,9 +72,10 @@ def exclude_again(
   waiting: Exclusions,
   variables: Sequence[Any],
 ) -> None:
-  """Before `build`, excludes what the pickled optimizer excluded.
+  """Excludes the variables that the pickled optimizer excluded.
 
-  What was excluded since then stays excluded.
+  Call this function before `build`. Variables that were excluded after
+  unpickling stay excluded.
 
   Raises:
     ValueError: If the number of variables is different.

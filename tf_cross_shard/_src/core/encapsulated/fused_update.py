@@ -43,10 +43,10 @@ from tf_cross_shard._src.core.encapsulated import (
 
 # Maps the name of a Keras class to a function that returns the name of the
 # kernel for an optimizer's settings, or None.
-# Adagrad has no kernel: Keras has epsilon inside the root, the kernel outside.
-# The kernel of RMSprop needs a slot that Keras creates only with momentum. The
-# kernel of Amsgrad is not used, because XLA cannot compile it and Keras may
-# compile the step.
+# Adagrad does not use TensorFlow's kernel: Keras adds epsilon inside the root,
+# and the kernel does not. The kernel of RMSprop needs a slot that Keras creates
+# only with momentum. The kernel of Amsgrad is not used, because XLA cannot
+# compile it and Keras may compile the step.
 _CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
   # tf_keras creates and writes the slot even if the momentum is 0.
   "SGD": lambda opt: (
@@ -81,8 +81,8 @@ ELEMENTWISE: Final = (
 # Keras' classes whose update uses whole variables, but one variable at a time.
 BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 
-# The classes for which XLA is faster on CPUs than Keras' operations, with
-# settings that have no kernel.
+# The classes for which, with settings that have no kernel, XLA is faster on
+# CPUs than Keras' operations.
 _FASTER_COMPILED: Final = (
   *("Adagrad", "Adam", "AdamW", "Lion", "Nadam", "RMSprop"),
 )
@@ -217,8 +217,9 @@ class Plan:
       device.
     reason: Why `kernel` is None.
     applies_to_sparse: Whether `reason` also applies to row-sparse gradients.
-    own: What runs without `kernel` and XLA, the optimizer's own `update_step`:
-      "Keras", or the kernel of an optimizer of TensorFlow 1.
+    own: The name of what updates a variable if neither `kernel` nor XLA does,
+      which is the optimizer's own `update_step`: "Keras", or the kernel of an
+      optimizer of TensorFlow 1.
   """
 
   kernel: kernels.Kernel | None = None
@@ -370,7 +371,9 @@ def replacing_update_step(
 def _compile_dense(
   own_plan: Plan, plain: Any, strategy: Any, pairs: Any, *rate: Any
 ) -> None:
-  """Runs Keras' update of all variables; XLA compiles those of dense gradients.
+  """Runs Keras' updates of all variables.
+
+  XLA compiles the updates by dense gradients.
 
   Args:
     own_plan: Decides which updates XLA compiles.

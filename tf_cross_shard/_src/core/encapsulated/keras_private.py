@@ -58,7 +58,7 @@ def batches_per_call(model: Any) -> int:
 
 
 def arguments_of_fit() -> Mapping[str, Any]:
-  """Returns the variables of the `fit` of Keras that calls this package.
+  """Returns the local variables of the Keras `fit` that calls this package.
 
   This looks at call frames, which decide only what is logged and printed.
   """
@@ -91,7 +91,7 @@ def progress_bar_of_fit() -> Any:
 
 
 def begin_at(model: Any, epoch: int | None) -> None:
-  """Makes `fit` begin at an epoch, from a callback's `on_train_begin` on.
+  """Makes `fit` begin at an epoch. Call it in `on_train_begin`.
 
   If the epoch is None, `fit` begins at its argument `initial_epoch`.
   """
@@ -128,7 +128,7 @@ def decays(optimizer: Any, variable: Any) -> bool:
 
 def nested(optimizer: Any) -> Sequence[Any]:
   """Returns the optimizers of a MultiOptimizer; empty for other optimizers."""
-  # From `__dict__`: a wrapper would forward the attribute.
+  # Read `__dict__`, because a wrapper would forward the attribute.
   return getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ())
 
 
@@ -149,8 +149,9 @@ def children(optimizer: Any) -> dict[str, Any]:
   """Returns the objects that a checkpoint saves of an optimizer, by name.
 
   tf_keras caches its first answer, which lacks what `build` creates later. So
-  this function clears the cache, also that of an optimizer in a
-  LossScaleOptimizer, which has the children of both.
+  this function clears the cache. If the optimizer is a LossScaleOptimizer, it
+  also clears the cache of the optimizer inside, because a LossScaleOptimizer
+  has the children of both.
   """
   for layer in (optimizer, getattr(optimizer, "inner_optimizer", None)):
     if layer is not None:
@@ -187,7 +188,8 @@ def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
   """Shows SwapEMAWeights the averages in a LossScaleOptimizer of Keras 3.
 
   The callback looks one level inside `model.optimizer`. If `model.optimizer` is
-  a CrossShardOptimizer, that is the LossScaleOptimizer, which has no averages.
+  a CrossShardOptimizer, the optimizer one level inside is the
+  LossScaleOptimizer, which has no averages.
   """
   if averages:
     # Not `setattr`: Keras would track the list and save the averages twice.
@@ -224,9 +226,9 @@ _OF_SCHEDULE: Final = "_current_learning_rate"
 def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
   """Returns the variables that only an attribute of the optimizer holds.
 
-  tf_keras lists what `add_variable` made, but Nadam makes its product of
-  momentums itself. Keras 3 lists all variables in attributes, except while a
-  LossScaleOptimizer builds the optimizer.
+  tf_keras lists variables that `add_variable` created, but Nadam creates its
+  product of momentums itself. Keras 3 lists all variables in attributes, except
+  while a LossScaleOptimizer builds the optimizer.
   """
   variables = getattr(optimizer, "variables", ())
   listed = variables() if callable(variables) else variables
@@ -244,7 +246,7 @@ def exclusions(optimizer: Any) -> tuple[list[Any], list[str]]:
   """Returns the keys and patterns that `exclude_from_weight_decay` received."""
   keys = getattr(optimizer, "_exclude_from_weight_decay", ())
   pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-  # tf_keras has a list of patterns, Keras 3 one that is compiled.
+  # tf_keras has a list of patterns. Keras 3 has one compiled pattern.
   patterns = getattr(optimizer, "_exclude_from_weight_decay_names", ())
   return list(keys), [*patterns, *([pattern.pattern] if pattern else [])]
 

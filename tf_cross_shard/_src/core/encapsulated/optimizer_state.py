@@ -168,7 +168,7 @@ def sharded_state(optimizer: Any) -> Any:
 
 
 def _sharded_state_of(optimizer: Any) -> Any:
-  """Returns the `PlainState` of this optimizer, ignoring those inside it."""
+  """Returns the `PlainState` of this optimizer, not of one inside it."""
   own = components.components_of(optimizer)
   return None if own is None else own.encapsulated.state.whole
 
@@ -221,22 +221,22 @@ def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
 
 
 def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
-  """Returns the groups in force: the optimizer's, or one of all replicas."""
+  """Returns the groups of the optimizer; by default, one group of all."""
   for layer in nested_optimizers(optimizer):
     groups = getattr(layer, "groups", None)
     if isinstance(groups, groups_lib.Groups):
       if num_replicas not in (None, groups.num_replicas):
         raise ValueError(
           f"`optimizer` has groups of {groups.num_replicas} replicas,"
-          f" {groups.to_lists()}; the variables have {num_replicas}. Create"
-          " both inside the scope of one strategy."
+          f" {groups.to_lists()}, but its variables have {num_replicas}"
+          " replicas. Create both inside the scope of one strategy."
         )
       return groups
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
 
 
 def watches_of(optimizer: Any) -> list[Any]:
-  """Returns the watch (`step.group_warnings`) of each CrossShardOptimizer."""
+  """Returns the `GroupWarnings` of each CrossShardOptimizer."""
   return [step.watch for step in steps_of(optimizer)]
 
 

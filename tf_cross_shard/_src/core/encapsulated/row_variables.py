@@ -96,11 +96,10 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 def gathered(
   inner: encapsulated.Encapsulated, variable: Any, indices: tf.Tensor
 ) -> Iterator[Rows]:
-  """Replaces each slot of a variable with only the rows at unique indices.
+  """Replaces each slot of a variable with its rows, inside the context.
 
-  The slots have only these rows inside the context. Yields the rows of the
-  variable itself. At the end of the context, the rows of the variable and of
-  its slots are stored.
+  Yields the rows of the variable itself, at unique indices. The end of the
+  context stores the rows of the variable and of its slots.
   """
   optimizer = inner.innermost
   index, count = inner.index(variable), len(inner.places)

@@ -54,7 +54,7 @@ class State(abc.ABC):
     return self._owner.trainable_variables
 
   def index(self, variable: Any) -> Any:
-    """Returns the place of a variable among the trained ones, or None."""
+    """Returns the index of a variable among the trained variables, or None."""
     return self._owner.index(variable)
 
   def knows(self, variable: Any) -> bool:
@@ -70,7 +70,7 @@ class State(abc.ABC):
     """Returns the name of every slot, once, in order of creation."""
 
   def view(self, variable: Any, name: str) -> Any:
-    """Returns a slot for the user; None if there is none of this name."""
+    """Returns a slot for the user; None if there is no slot with this name."""
     return self.slots(variable).get(name)
 
   def set_weights(self, weights: Any) -> None:

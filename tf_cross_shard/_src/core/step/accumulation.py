@@ -42,11 +42,11 @@ class Window(context_lib.Stage, abc.ABC):
   def of_call(self, has_overwrites: bool) -> "Window":
     """Returns the object that accumulates the gradients of a call.
 
-    It is this object, or one that does not accumulate.
+    The result is this object, or one that does not accumulate.
 
     Args:
-      has_overwrites: Whether any variable has `overwrite_with_gradient`: its
-        "gradient" is its next value.
+      has_overwrites: Whether any variable has `overwrite_with_gradient`, which
+        means that the "gradient" of the variable is its next value.
 
     Raises:
       NotImplementedError: If the gradient of such a variable would be
@@ -89,7 +89,7 @@ class Accumulation(Window):
   """A window of `steps` calls."""
 
   def __init__(self, context: context_lib.Context, steps: int) -> None:
-    """Creates a window of this number of calls."""
+    """Creates a window of `steps` calls."""
     super().__init__(context)
     self.steps = steps
 
@@ -116,8 +116,10 @@ class Accumulation(Window):
       # Not isolated: `finish` reduces over the group.
       finish(totals)
       with self.engine.isolate():
-        # Reset the count, even if the step was skipped. Keras may already have
-        # counted this call, so subtract instead of assigning 0.
+        # Reset the count, even if the step was skipped. Keras' variable counts
+        # the calls of all windows, so subtract this window's calls instead of
+        # assigning 0. (If Keras has already counted the last call, there is
+        # nothing to subtract.)
         self._count.assign_sub(self._calls_so_far())
 
     # All replicas have had the same number of calls, so all run the same
@@ -146,7 +148,7 @@ class Accumulation(Window):
   ) -> list[Gradient]:
     """Returns what `finish` receives, and resets the sums to zero.
 
-    Here, the sums with `grads` added.
+    This class returns the sums with `grads` added.
     """
     return [
       None if grad is None else self._take_sum(variable, grad)
@@ -278,7 +280,8 @@ class OwnAccumulation(Accumulation):
     stored_sum = self._sum_of(variable)
     if tf.executing_eagerly():
       return bool(tf.math.count_nonzero(stored_sum))
-    # While a function is traced, look at the values of all replicas here.
+    # While a function is traced, no replica's value can be read. Leave the
+    # graph, and look at the copies of all replicas.
     with tf.init_scope():
       if not tf.executing_eagerly():
         return False
@@ -357,7 +360,8 @@ def make(
   """Returns the window for the settings.
 
   Raises:
-    ValueError: If both this optimizer and the encapsulated one accumulate.
+    ValueError: If the CrossShardOptimizer and the encapsulated optimizer both
+      accumulate gradients.
   """
   steps = context.settings.accumulate_steps
   accumulates = context.encapsulated.accumulates

@@ -108,7 +108,7 @@ class Step:
 
   @property
   def settings(self) -> settings_lib.Settings:
-    """The optimizer's arguments in force."""
+    """The current arguments of the optimizer."""
     return self.context.settings
 
   def replace(self, **changes: Any) -> None:
@@ -254,7 +254,7 @@ class Step:
   def _apply_once(
     self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies the sums by the user's optimizer, unless the step is skipped.
+    """Applies the sums with the user's optimizer, unless the step is skipped.
 
     `variables` are what the update lets the optimizer update: see
     `Update.apply`.

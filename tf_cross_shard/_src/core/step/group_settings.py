@@ -102,7 +102,7 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
     raise ValueError(
       f"`group_settings` contains {name!r}: {values}, but only settings that"
       f" {kind} reads in its update can differ between groups. Pass"
-      f" {kind}({name}=...), the same for all groups."
+      f" {kind}({name}=...): this setting has one value for all groups."
     )
   if name not in vars(optimizer):
     known = [
@@ -127,6 +127,7 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
   if not own and any(values):
     raise ValueError(
       f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
-      f" {own!r}, and with 0, Keras leaves out what the other numbers need."
+      f" {own!r}. With 0, Keras does not create the slots or operations that"
+      " the other values need."
       " Create `opt` with one of the nonzero numbers."
     )

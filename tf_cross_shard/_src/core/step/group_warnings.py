@@ -14,8 +14,9 @@ compares it at the start of the next step:
     set_weights
     step k + 1   start = 0.3     start = 0.3     group 1 was overwritten
 
-Replicas exchange nothing for this, and the host does not wait for a device in
-any step: the host reads the numbers when `fit` ends and when you save.
+Replicas exchange nothing for the checksums, and the host does not wait for a
+device in any step: the host reads the numbers when `fit` ends and when you
+save.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ class GroupWarnings:
   """The warnings of an optimizer with groups, each given once."""
 
   def __init__(self, name: str, engine: Any) -> None:
-    """Creates the watch of the optimizer with this name and this engine."""
+    """Creates the warnings of the optimizer with this name and this engine."""
     self._name = name
     self._groups = groups = engine.groups
     self._engine = engine
@@ -115,7 +116,8 @@ class GroupWarnings:
     # of each group; the first is replica 0.
     first, *others = sorted(min(members) for members in self._groups)
     changed = [i for i in (first, *others) if not np.isnan(before[i])]
-    # Replica 0's group looks unchanged if every group received its weights.
+    # Replica 0's group looks unchanged if every group received the weights of
+    # replica 0's group.
     were_all_set = changed == others or (
       changed == [first, *others] and _differ(before[changed])
     )
@@ -161,7 +163,8 @@ class GroupWarnings:
     """Warns if groups were overwritten, or if Keras evaluated wrong weights.
 
     Args:
-      has_sharded_averages: Whether each member has a part of the averages.
+      has_sharded_averages: Whether each member keeps one part of the moving
+        averages.
     """
     self.check()
     arguments = keras_private.arguments_of_fit()
@@ -182,7 +185,7 @@ class GroupWarnings:
         copy.assign([np.nan] * 3)
 
   def before_saving(self, variables: Iterable[Any]) -> None:
-    """Warns that saving loses values, unless all groups have the same."""
+    """Warns that saving loses values if the groups have different values."""
     self.check()
     if self._groups.num_groups > 1 and not self._are_equal(variables):
       self._log_once(
@@ -211,7 +214,7 @@ class GroupWarnings:
     self._log_once(_MIXED_EVALUATION)
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
-    """Returns whether all groups are in this process with the same values."""
+    """Returns whether all groups are in this process and have equal values."""
     if self._checksums is None or not replica_values.is_between_steps():
       return False
     copies = replica_values.Copies(self._engine.strategy)

@@ -45,9 +45,10 @@ class NonfiniteGuard(context_lib.Stage):
   def is_step(self, sums: Sequence[Gradient]) -> Any:
     """Returns whether a step that is being applied changes the weights.
 
-    Call it inside the `apply` of `apply_if_finite`, which a step that
-    `skip_nonfinite` skips does not reach. A dynamic LossScaleOptimizer applies
-    only finite sums.
+    Call this method inside the `apply` that you pass to `apply_if_finite`,
+    which does not call `apply` if `skip_nonfinite` skips the step. A dynamic
+    LossScaleOptimizer skips a step whose sums are not finite, so with such an
+    optimizer this method checks the sums.
     """
     is_dynamic = self.encapsulated.scaling.is_dynamic
     return finite.all_finite(sums) if is_dynamic else True

@@ -23,8 +23,9 @@ class StepChecks:
     self.engine = context.engine
     self._context = context
     self._name = context.settings.name
-    # The users of this optimizer whose calls have not returned yet; one entry
-    # for each replica.
+    # The threads that are inside a call of this optimizer, one entry for each
+    # replica. For replicas of MirroredStrategy, the entry is the coordinator
+    # that their threads share.
     self._users: list[Any] = []
     if tf.distribute.has_strategy():
       self._check_strategy()

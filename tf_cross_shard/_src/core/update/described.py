@@ -38,7 +38,7 @@ class DescribedUpdate:
   """An update in numbers and words.
 
   Attributes:
-    shards: Copies of parts of the weights that a member keeps.
+    shards: A member's copies of the parts of the weights that it updates.
   """
 
   def __init__(self, update: update_lib.Update) -> None:
@@ -117,7 +117,7 @@ class DescribedUpdate:
   def _ways(
     self, variables: Sequence[Any], are_sparse: Sequence[bool]
   ) -> list[fused_update.Way]:
-    """Returns how one member updates all variables that it updates."""
+    """Returns for each variable how one member updates it."""
     optimizer, tables = self._encapsulated.innermost, self._update.tables
     plan = fused_update.plan(
       optimizer,
@@ -168,7 +168,7 @@ class DescribedUpdate:
   ) -> VariableUpdate:
     """Returns the row of a weight that is in a bucket."""
     variable, layout = bucket.variables[index], bucket.layout
-    # A weight without elements has no member.
+    # A weight without elements is in no member's part.
     member = layout.owners.get(index, 0)
     updated = variable if bucket.shard is None else bucket.shard
     way = ways[member][id(updated)]
@@ -193,18 +193,19 @@ class DescribedUpdate:
     )
 
   def _bytes_sent(self, size: int, native: Any) -> int:
-    """Returns what a member sends for elements of a bucket in one step.
+    """Returns the bytes that a member sends in a step for some elements.
 
     Gradients may be rounded to `wire_dtype`; weights are gathered exactly.
     """
     dtype = _dtype_of(native)
-    # If the engine has no half of an all-reduce, it runs all of it twice.
+    # An engine that cannot run the two halves of an all-reduce separately
+    # runs a whole all-reduce for each half.
     halves = 1 if self._engine.can_scatter else 2
     item_bytes = self._update.wire.bytes_of(dtype) + int(dtype.size)
     return self._ring_bytes(halves * size * item_bytes)
 
   def _ring_bytes(self, size: int) -> int:
-    """Returns what a member sends in a ring's reduce-scatter or all-gather.
+    """Returns the bytes that a member sends in one half of a ring's all-reduce.
 
     Of a buffer of `size` bytes, a member keeps its own part, one n-th.
     """

@@ -7,12 +7,11 @@ of the same index are added up) and S the slots of W:
     W[i], S[i] = opt.update(W[i], S[i], g)        other rows do not change
 
 So the cost of a step depends on the rows of the batch, not on the size of the
-table. In plain Keras, too, SGD without momentum and Adagrad, both without
-weight decay, change no other rows. For these optimizers, the update by rows
-computes the same numbers as plain Keras. For all other optimizers it is a
-different update, which you ask for with `lazy_rows`. A row that is not in the
-batch keeps its slots and does not decay, but Adam's bias correction still
-counts the step.
+table. Plain Keras' SGD without momentum and Adagrad, both without weight decay,
+also change no other rows. For these optimizers, the update by rows computes the
+same numbers as plain Keras. For all other optimizers it is a different update,
+which you ask for with `lazy_rows`. A row that is not in the batch keeps its
+slots and does not decay, but Adam's bias correction still counts the step.
 
 References:
   LazyAdam of TensorFlow Addons: Adam with `lazy_rows=True` is LazyAdam.
@@ -101,8 +100,7 @@ def is_exact(optimizer: Any) -> bool:
 class Tables(context_lib.Stage):
   """The embedding tables that are updated by rows; none in this base class.
 
-  It is used for optimizers that update all rows in each step, as plain Keras
-  does.
+  `OwnedTables` and `RowTables` derive from it; `make` chooses between them.
 
   Attributes:
     row_step: The update for row-sparse gradients; None for Keras' own.
@@ -180,10 +178,10 @@ class Tables(context_lib.Stage):
 
 
 class OwnedTables(Tables):
-  """Tables whose rows are divided are updated by rows, and no others.
+  """Only tables whose rows are divided among the members are updated by rows.
 
-  It is used for optimizers that update all rows of other tables. Until `own`
-  finds a divided table, nothing differs from `Tables`.
+  Optimizers that update all rows of other tables use this class. Until `own`
+  finds a divided table, it behaves like `Tables`.
   """
 
   def own(self, variables: Sequence[Any]) -> None:
@@ -197,7 +195,7 @@ class OwnedTables(Tables):
         self.row_step = self._update_rows
 
   def is_embedding(self, variable: Any) -> bool:
-    """Returns whether a variable is of an `Embedding` or divided."""
+    """Returns whether a variable is of an `Embedding` layer, or divided."""
     return super().is_embedding(variable) or owned_rows.of(variable) is not None
 
   def is_by_rows(self, variable: Any = None) -> bool:
@@ -290,7 +288,7 @@ class RowTables(OwnedTables):
     self.row_step = self._update_rows
 
   def is_embedding(self, variable: Any) -> bool:
-    """Returns whether a variable is of an `Embedding` or a declared table."""
+    """Returns whether a variable is of an `Embedding`, divided, or declared."""
     native = variables_lib.native(variable)
     path = variables_lib.path_of(variable)
     return (
@@ -316,7 +314,7 @@ class RowTables(OwnedTables):
 
     Raises:
       ValueError: If `lazy_rows` is set and the gradient is row-sparse: a dense
-        gradient would update rows that do not occur.
+        gradient would update rows that are not in the batch.
     """
     is_sparse = isinstance(grad, tf.IndexedSlices)
     if self._is_lazy and is_sparse and self.is_by_rows():

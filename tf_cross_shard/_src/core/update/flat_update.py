@@ -13,12 +13,13 @@ parts, member i does
 So the state of each member has 1/n of the size, and the encapsulated optimizer
 updates one large variable, the *shard* W[i], instead of the model's many
 variables. Between machines the weights are split into several buckets, so that
-several collective operations run at the same time, and those of the last layers
-start early.
+several collective operations run at the same time, and the operations for the
+last layers start early.
 
 The update of an element must depend only on that element
-(`shard_update="elementwise"`). Clipping by norms needs whole weights, so this
-module clips instead of the encapsulated optimizer.
+(`shard_update="elementwise"`). Clipping by norms needs the whole gradient of a
+weight, so `FlatUpdate` and its base class clip instead of the encapsulated
+optimizer.
 
 References:
   Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
@@ -227,7 +228,8 @@ class FlatUpdate(sharded_update.ShardedUpdate):
     def start() -> None:
       self._refresh_shards()
       with self.engine.isolate():
-        # The list continues with the averages of tables.
+        # After the averages of the shards, the list contains the averages of
+        # tables.
         for average, shard in zip(
           self.encapsulated.averages, self._own_variables(), strict=False
         ):
@@ -242,8 +244,9 @@ class FlatUpdate(sharded_update.ShardedUpdate):
 
     Returns:
       For each weight, the index of its shard or table among the variables that
-      the optimizer is built on, and the weight's first element within the
-      joined shards of all members; None for a table, which is whole.
+      the optimizer is built on, and the position of the weight's first element
+      within the joined shards of all members. The position is None for a table,
+      which is whole.
     """
     places: dict[int, tuple[int, int | None]] = {
       id(table): (len(self.buckets) + i, None)

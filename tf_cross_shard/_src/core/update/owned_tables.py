@@ -1,4 +1,4 @@
-"""Steps of optimizers that train tables whose rows the members divide.
+"""Steps that train tables whose rows are divided among the members.
 
 Each member has the gradients of its own rows only. Norms, and the search for
 NaN, are about the whole table. So members exchange a few numbers before they
@@ -48,8 +48,8 @@ def check(
     )
   if why_not_lazy:
     raise ValueError(
-      f"A ShardedEmbedding ({path}) is updated by rows, which `opt` cannot do."
-      f" {why_not_lazy}"
+      f"A ShardedEmbedding ({path}) is updated by rows, as with"
+      f" lazy_rows=True, but `opt` cannot do this: {why_not_lazy}"
     )
   used = [
     name
@@ -76,7 +76,7 @@ def clip_whole_tables(
   sums: Sequence[Gradient],
   variables: Sequence[Any],
 ) -> list[Gradient]:
-  """Clips sums by the limits of `opt`, by norms of whole tables.
+  """Clips sums to the limits of `opt`. Norms are those of whole tables.
 
   If a step may be skipped, a NaN that one member found reaches all members.
   """

@@ -11,8 +11,8 @@ Every weight v of a group has an owner among the group's members:
 
 So an optimizer that treats each variable separately computes the same numbers
 as without sharding, up to the order in which gradients are summed. The members
-share the work of optimizers that look at whole matrices. The weight with the
-most expensive update goes first, to the member that has the least to do. Every
+share the work of optimizers that look at whole matrices. Weights are assigned
+in order of falling cost, each to the member with the least work so far. Every
 member has slots for all weights, because a variable has the same shape on all
 replicas. So the update by owners saves time, but no memory, and only the
 owner's slots are valid.
@@ -20,7 +20,7 @@ owner's slots are valid.
 References:
   Anil et al., Scalable Second Order Optimization for Deep Learning, 2020 (arXiv
   2002.09018): preconditioners distributed over workers. Rajbhandari et al.,
-  ZeRO, 2020, where parts are elements.
+  ZeRO, 2020, which divides elements instead of whole weights.
 """
 
 from collections.abc import Hashable, Sequence
@@ -129,7 +129,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     ]
 
   def _parts_counted_once(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the parts that no other member also holds.
+    """Returns the parts that this member counts in a norm.
 
     If a bucket holds fewer weights than a group has members, a member without
     its own weight repeats the update of another member's weight. A norm must

@@ -40,12 +40,13 @@ _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 class CheckpointView(_Trackable):
   """The object that `tf.train.Checkpoint` sees instead of the optimizer.
 
-  A checkpoint walks over named children. The children here have the names of
-  the plain optimizer's children, and whole slots instead of its slots. Values
-  that are restored before the optimizer is built wait until `add`.
+  A checkpoint walks over named children. This view has the children of the
+  plain optimizer, under the same names, but with whole slots in place of the
+  slots. Values that are restored before the optimizer is built wait until
+  `add`.
 
   Attributes:
-    children: The children by name. Lists are also views.
+    children: The children by name. A list of slots is a `CheckpointView`, too.
   """
 
   def __init__(self, children: dict[str, Any], optimizer: Any = None) -> None:
@@ -138,9 +139,9 @@ FindSlot = Callable[[int, str, Any], tuple[Any, Any]]
 
 
 class PlainState:
-  """Sharded state, as the optimizer without sharding would have it.
+  """Sharded state, presented in the form that it would have without sharding.
 
-  It has the members of `encapsulated.state.State` that savers need.
+  This class has the members of `encapsulated.state.State` that savers need.
 
   Attributes:
     variables: The variables of the plain optimizer, in its order: whole slots,
@@ -162,7 +163,8 @@ class PlainState:
     self._indices = {
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
     }
-    # Maps the id of a variable of the template to what savers see in its place.
+    # Maps the id of a variable of the template to the object that savers see
+    # instead of this variable.
     self._replacements: dict[int, Any] = {
       id(tiny): weight
       for tiny, weight in zip(template.weights, weights, strict=True)
@@ -195,7 +197,7 @@ class PlainState:
     self.checkpoint_view = self._make_checkpoint_view(template.optimizer)
 
   def index(self, variable: Any) -> int | None:
-    """Returns the place of a variable among the trained ones, or None."""
+    """Returns the index of a variable among the trained variables, or None."""
     return self._indices.get(id(variables_lib.native(variable)))
 
   def slots(self, variable: Any) -> dict[str, Any]:
@@ -260,9 +262,10 @@ def of_shards(
 ) -> PlainState:
   """Returns the state of an optimizer that is built on shards and on tables.
 
-  `places` has, for each weight, the index of the variable of `inner` that holds
-  it, and the weight's first element within the joined shards; None for a table,
-  which is not sharded.
+  For each weight, `places` has two numbers: the index of the variable of
+  `inner` that holds the weight, and the position of the weight's first element
+  within the joined shards. The position is None for a table, which is not
+  sharded.
   """
   # One copy of the template is enough: creating a copy for each replica takes
   # four times as long.
@@ -321,7 +324,7 @@ def of_owners(
       return slot, slot
     return slot, whole_slots.OwnedSlot(slot, owner, engine)
 
-  # The optimizer has whole slots under the plain optimizer's names already.
+  # The optimizer already has whole slots under the plain optimizer's names.
   template = Template(inner.optimizer, weights, slots)
   return PlainState(inner, weights, template, find_slot)
 

@@ -71,7 +71,8 @@ class ShardedUpdate(update.Update):
   """
 
   # The clipping limits of the encapsulated optimizer that this class applies,
-  # because they need norms of whole weights. The optimizer applies all others.
+  # because they need norms of whole gradients. The optimizer applies all
+  # others.
   _limits_applied_here: tuple[str, ...] = ("global_clipnorm",)
 
   def __init__(
@@ -128,14 +129,17 @@ class ShardedUpdate(update.Update):
     """Returns a key that all weights of one bucket have in common."""
 
   def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
-    """Splits weights with one key into buckets; here, into a single one."""
+    """Splits weights with one key into buckets.
+
+    This class makes a single bucket.
+    """
     return [variables]
 
   @abc.abstractmethod
   def _make_bucket(self, variables: list[Any], number: int) -> WeightBucket:
     """Decides which elements of the weights each member updates.
 
-    `number` is the number of the bucket among those with the same key.
+    `number` is the number of the bucket among the buckets with the same key.
     """
 
   @abc.abstractmethod
@@ -280,8 +284,8 @@ class ShardedUpdate(update.Update):
       grad = by_variable.get(id(native))
       if grad is None:
         raise ValueError(
-          "`grads_and_vars` must contain a gradient for every variable that the"
-          f" optimizer was built on under `shard_update`; {native.name} has"
+          "With `shard_update`, `grads_and_vars` must contain a gradient for"
+          f" every variable that the optimizer was built on; {native.name} has"
           " none. Build the optimizer on the variables that you train."
         )
       return grad
@@ -300,9 +304,9 @@ class ShardedUpdate(update.Update):
   def _parts_counted_once(
     self, parts: Sequence[tf.Tensor]
   ) -> Sequence[tf.Tensor]:
-    """Returns the parts that no other member also holds.
+    """Returns the parts that this member counts in a norm of the group.
 
-    A norm over the group counts each element once.
+    The members of a group together count each element once.
     """
     return parts
 
@@ -356,7 +360,10 @@ class ShardedUpdate(update.Update):
 
 
 def choose_kind(optimizer: Any, shard_update: Any) -> str:
-  """Returns `"elementwise"` or `"by_variable"`, as asked or by the optimizer.
+  """Returns how to divide the update: `"elementwise"` or `"by_variable"`.
+
+  This is the value of `shard_update`, or if it is True, the kind that fits the
+  optimizer's class.
 
   Raises:
     ValueError: If the optimizer cannot be sharded in this way.

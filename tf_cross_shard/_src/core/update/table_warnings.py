@@ -1,8 +1,8 @@
 """Warnings about embedding tables whose row updates are slower than needed.
 
-A table of W elements that is updated by rows costs as much as the rows of the
-batch. Two mistakes make every step cost W again. Results stay correct, so they
-go unnoticed:
+An update by rows of a table of W elements costs as much as the rows in the
+batch. Two mistakes make each step cost as much as all W elements again. They do
+not change the results, so you would not notice them:
 
 - The gradient of the table is dense. Then all rows are updated.
 - Something reads the whole table. Then TensorFlow copies it.

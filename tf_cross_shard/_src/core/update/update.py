@@ -29,8 +29,8 @@ class Update(context_lib.Stage, abc.ABC):
   Attributes:
     sharding: How the weights are divided: "elementwise" or "by_variable"; None
       if every member updates all weights.
-    checkpointed: The object whose children a checkpoint saves as the
-      optimizer's.
+    checkpointed: The object whose children a checkpoint saves as the children
+      of the optimizer.
   """
 
   sharding: str | None = None

@@ -139,7 +139,7 @@ class WholeSlot(_Trackable):
     ]
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Writes into each replica of this process its part of its whole value."""
+    """Writes, for each replica of this process, its part of a whole value."""
     copies = self._copies()
     parts = copies.here(self.parts)
     start, stop = self._span.start, self._span.stop
@@ -181,7 +181,8 @@ class WholeSlot(_Trackable):
 class OwnedSlot(WholeSlot):
   """The slot of a weight that one member of each group updates.
 
-  All members have a copy of the slot. The copy of the owner is the value.
+  All members have a copy of the slot. The value of the slot is the owner's
+  copy.
   """
 
   def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
@@ -199,7 +200,7 @@ class OwnedSlot(WholeSlot):
 
 
 class RowsSlot(WholeSlot):
-  """The slot of a table whose rows the members of each group divide.
+  """The slot of a table whose rows are divided among the members of each group.
 
   Attributes:
     divided: The variable whose copies are the parts. `replica_state` saves it
@@ -216,7 +217,7 @@ class RowsSlot(WholeSlot):
     self._rows = owned.rows
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Writes into each replica of this process its rows of a whole value."""
+    """Writes, for each replica of this process, its rows of a whole value."""
     copies = self._copies()
     parts = []
     for replica, value in zip(copies.engine.replicas_here, values, strict=True):
