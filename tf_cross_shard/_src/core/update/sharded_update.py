@@ -68,6 +68,7 @@ class ShardedUpdate(update.Update):
   Attributes:
     buckets: The weights, in the buckets in which they are reduced and gathered;
       empty before `build`.
+    unsharded_tables: Embedding tables, whose rows all members update.
   """
 
   # The clipping limits of the encapsulated optimizer that this class applies,
@@ -85,7 +86,7 @@ class ShardedUpdate(update.Update):
     super().__init__(context, wire, tables)
     self._all_variables: list[Any] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
-    self.unsharded_tables: list[Any] = []  # Updated by rows, by all members.
+    self.unsharded_tables: list[Any] = []
     # The plain optimizer's children, with whole slots.
     self.checkpointed = plain_state.CheckpointView(
       {}, self.encapsulated.optimizer

@@ -1,10 +1,17 @@
 """The kinds of update: what each member of a group sums, keeps and applies.
 
-                 reduce                 apply
-replicated       all-reduce             opt.update(weights)
-tables           gather rows            opt.update(rows in the batch)
-elementwise      reduce-scatter         opt.update(own part), gather all parts
-by variable      reduce to the owner    opt.update(own weights), gather
+             reduce               returns        clips  apply
+replicated   all-reduce           sums           -      opt.update(weights)
+tables       gather rows          sums of rows   -      opt.update(rows)
+elementwise  reduce-scatter       parts of sums  c, g   opt.update(shards)
+by variable  reduce to the owner  sums it owns   g      opt.update(own weights)
+
+`reduce` receives this replica's gradients of the weights, which `Step` has
+clipped by the CrossShardOptimizer's limits. `cut_sums` receives the group's
+sums of the weights, and returns the same. Both clip by the limits c
+(`clipnorm`) and g (`global_clipnorm`) of `opt` where `opt` would see parts
+only. `opt` clips by its other limits in `apply`; for tables, `embedding_tables`
+does it instead. Sharded updates gather the weights at the end.
 
 This module contains the interface and the replicated update, which is
 data-parallel training as usual. See `embedding_tables`, `flat_update`
@@ -29,6 +36,8 @@ class Update(context_lib.Stage, abc.ABC):
   Attributes:
     sharding: How the weights are divided: "elementwise" or "by_variable"; None
       if every member updates all weights.
+    wire: Sums gradients over the group.
+    tables: The embedding tables that are updated by rows.
     checkpointed: The object whose children a checkpoint saves as the children
       of the optimizer.
   """
