@@ -280,7 +280,7 @@ class Step:
   def build(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages, unless they exist."""
     if not self.context.encapsulated.is_built:
-      self.tables.own(variables)
+      self.tables.prepare_divided(variables)
       self.watch.before_build(variables)
     self._show_state(self.update.build(variables))
     # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with

@@ -98,9 +98,10 @@ def is_exact(optimizer: Any) -> bool:
 
 
 class Tables(context_lib.Stage):
-  """The embedding tables that are updated by rows; none in this base class.
+  """Updates tables by rows whose rows are divided among the members.
 
-  `OwnedTables` and `RowTables` derive from it; `make` chooses between them.
+  All other variables are updated as the optimizer does without this package.
+  `RowTables` also updates other tables by rows.
 
   Attributes:
     row_step: The update for row-sparse gradients; None for Keras' own.
@@ -109,12 +110,13 @@ class Tables(context_lib.Stage):
   row_step: encapsulated.RowStep | None = None
 
   def is_embedding(self, variable: Any) -> bool:
-    """Returns whether a variable is the weight of a Keras `Embedding`.
+    """Returns whether a variable is of an `Embedding` layer, or divided.
 
     Its gradient is row-sparse, unless the loss also uses the whole table.
     """
     path = variables_lib.path_of(variable)
-    return path.rpartition("/")[2] == _EMBEDDINGS
+    is_of_layer = path.rpartition("/")[2] == _EMBEDDINGS
+    return is_of_layer or owned_rows.of(variable) is not None
 
   def is_table(self, variable: Any) -> bool:
     """Returns whether a variable is a table; does not look at its gradient."""
@@ -122,9 +124,8 @@ class Tables(context_lib.Stage):
     return False
 
   def is_by_rows(self, variable: Any = None) -> bool:
-    """Returns whether the traced step updates only rows in the batch."""
-    del variable
-    return False
+    """Returns whether the step updates only rows of a variable."""
+    return variable is not None and owned_rows.of(variable) is not None
 
   def clips_to_dense(self, variables: Sequence[Any]) -> bool:
     """Returns whether clipping by `opt` makes all row-sparse sums dense.
@@ -137,9 +138,15 @@ class Tables(context_lib.Stage):
     )
     return self.encapsulated.clips_to_dense and not is_clipped_here
 
-  def own(self, variables: Sequence[Any]) -> None:
+  def prepare_divided(self, variables: Sequence[Any]) -> None:
     """Prepares for variables that are divided among the members."""
-    del variables
+    for variable in variables:
+      if owned_rows.of(variable) is not None:
+        # `make` has checked the optimizer already if `lazy_rows` is set.
+        is_checked = self.settings.lazy_rows
+        why_not = "" if is_checked else why_not_lazy(self.context)
+        owned_tables.check(self.context, variable, why_not)
+        self.row_step = self._update_rows
 
   def add(self, var_list: Any, var_names: Any) -> None:
     """Declares variables as tables, and those whose path contains a name.
@@ -163,62 +170,26 @@ class Tables(context_lib.Stage):
     variables: Sequence[Any],
     apply_once: ApplyOnce,
   ) -> None:
-    """Applies sums to variables with `apply_once`.
+    """Applies sums to variables; updates only rows of row-sparse sums.
 
-    Keras cannot clip gradients of different dtypes by one norm. So they are
-    clipped here.
+    Args:
+      sums: The sums over the group.
+      variables: Their variables.
+      apply_once: Lets the wrapped optimizer update the variables.
     """
-    is_mixed = _has_several_dtypes([s for s in sums if s is not None])
-    with (
-      self.encapsulated.clipping_by(_clip_by_limits_of_opt)
-      if is_mixed and self.encapsulated.innermost.global_clipnorm
-      else contextlib.nullcontext()
-    ):
-      apply_once(sums, variables)
-
-
-class OwnedTables(Tables):
-  """Only tables whose rows are divided among the members are updated by rows.
-
-  Optimizers that update all rows of other tables use this class. Until `own`
-  finds a divided table, it behaves like `Tables`.
-  """
-
-  def own(self, variables: Sequence[Any]) -> None:
-    """Prepares for variables that are divided among the members."""
-    for variable in variables:
-      if owned_rows.of(variable) is not None:
-        # `make` has checked the optimizer already if `lazy_rows` is set.
-        is_checked = self.settings.lazy_rows
-        why_not = "" if is_checked else why_not_lazy(self.context)
-        owned_tables.check(self.context, variable, why_not)
-        self.row_step = self._update_rows
-
-  def is_embedding(self, variable: Any) -> bool:
-    """Returns whether a variable is of an `Embedding` layer, or divided."""
-    return super().is_embedding(variable) or owned_rows.of(variable) is not None
-
-  def is_by_rows(self, variable: Any = None) -> bool:
-    """Returns whether the step updates only rows of a variable."""
-    return variable is not None and owned_rows.of(variable) is not None
-
-  def apply(
-    self,
-    sums: Sequence[Gradient],
-    variables: Sequence[Any],
-    apply_once: ApplyOnce,
-  ) -> None:
-    """Applies sums to variables; updates only rows of row-sparse sums."""
     tables = [
       variable
       for total, variable in zip(sums, variables, strict=True)
       if isinstance(total, tf.IndexedSlices) and self.is_by_rows(variable)
     ]
-    if not tables:
-      super().apply(sums, variables, apply_once)
-      return
+    # Keras cannot clip gradients of different dtypes by one norm, and would
+    # clip whole tables. In these cases, clip here.
+    is_mixed = _has_several_dtypes([s for s in sums if s is not None])
+    clips_here = bool(
+      tables or (is_mixed and self.encapsulated.innermost.global_clipnorm)
+    )
     clip = _clip_by_limits_of_opt
-    if owned_rows.any_of(variables):
+    if tables and owned_rows.any_of(variables):
       if fused_update.is_compiled(self.encapsulated.innermost):
         raise ValueError(
           "XLA cannot compile a step with a ShardedEmbedding. Pass"
@@ -228,12 +199,12 @@ class OwnedTables(Tables):
         owned_tables.clip_whole_tables(self.context, sums, variables),
         _keep,
       )
-    # Keras would clip whole tables and apply weight decay to all rows. Clip
-    # here, and let `_update_rows` apply weight decay to the rows in the batch.
-    with (
-      self.encapsulated.clipping_by(clip),
-      self.encapsulated.without_decay(tables),
-    ):
+    with contextlib.ExitStack() as stack:
+      if clips_here:
+        stack.enter_context(self.encapsulated.clipping_by(clip))
+      if tables:
+        # `_update_rows` applies weight decay to the rows in the batch alone.
+        stack.enter_context(self.encapsulated.without_decay(tables))
       apply_once(sums, variables)
 
   def _update_rows(
@@ -271,7 +242,7 @@ class OwnedTables(Tables):
       update_step(g, rows, *rate)  # W[i], S[i] = opt.update(W[i], S[i], g)
 
 
-class RowTables(OwnedTables):
+class RowTables(Tables):
   """Embedding tables: every member of a group updates the rows in the batch.
 
   Every member holds the whole table. The weights of Keras' `Embedding` are
@@ -362,7 +333,7 @@ def make(context: context_lib.Context) -> Tables:
   if context.settings.lazy_rows:
     check(context)
   elif not is_exact(context.encapsulated.innermost):
-    return OwnedTables(context)
+    return Tables(context)
   return RowTables(context)
 
 
