@@ -83,7 +83,7 @@ MUTANTS = [
   # Sums over groups.
   Mutant("a replica receives another group's sum", "_src/core/collectives/mirrored.py", "by_group[self.groups.index_of(replica)]", "by_group[self.groups.index_of(replica) - 1]", "unit/core/collectives/mirrored"),
   Mutant("rows of divided tables are updated with half of their gradients", "_src/tables/lookup.py", "return engine.exchange_rows(of_rows, sent)", "return engine.exchange_rows(of_rows, sent) * 0.5", "unit/tables/layer"),
-  Mutant("a divided table is clipped by the norm of one part", "_src/core/update/owned_tables.py", "[totals] = context.engine.all_reduce_sum([of_parts])", "totals = of_parts", "unit/tables/layer"),
+  Mutant("a divided table is clipped by the norm of one part", "_src/core/update/divided_tables.py", "[totals] = context.engine.all_reduce_sum([of_parts])", "totals = of_parts", "unit/tables/layer"),
   Mutant("gradients are summed twice", "_src/core/collectives/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/collectives/wire"),
   Mutant("dense gradients are not summed", "_src/core/collectives/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/collectives/wire"),
   Mutant("row-sparse gradients are not summed", "_src/core/collectives/wire.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/core/collectives/wire"),
@@ -114,10 +114,10 @@ MUTANTS = [
   # Shards.
   Mutant("a member takes another member's part of values", "_src/core/collectives/engine.py", "return _pack(values, layout, place)", "return _pack(values, layout, place - 1)", "unit/core/update/sharded_update"),
   Mutant("a member receives the sum of another member's part", "_src/core/collectives/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/core/update/sharded_update"),
-  Mutant("all weights share one bucket", "_src/core/update/flat_update.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded_update"),
+  Mutant("all weights share one bucket", "_src/core/update/elementwise_update.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded_update"),
   Mutant("the global norm covers one member's part only", "_src/core/update/sharded_update.py", "[total] = self.engine.all_reduce_sum([tf.add_n(squares)])", "total = tf.add_n(squares)", "unit/core/update/sharded_update"),
   Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded_update.py", "    if not self.context.may_skip:\n      return parts", "    return parts", "unit/core/step/nonfinite"),
-  Mutant("a skipped step applies constraints", "_src/core/update/flat_update.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded_update"),
+  Mutant("a skipped step applies constraints", "_src/core/update/elementwise_update.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded_update"),
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded_update.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded_update"),
   Mutant("all groups use the first group's settings", "_src/core/step/group_settings.py", "values[group] for name, values", "values[0] for name, values", "unit/core/step/group_settings"),
   # Islands.
@@ -129,10 +129,10 @@ MUTANTS = [
   # Trials.
   Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/search/halving"),
   Mutant("all trials resume from the first trial's state", "_src/search/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/search/halving"),
-  Mutant("a wave of trials keeps the previous wave's settings", "_src/search/halving.py", "    group_files.restore(paths, self.state_of_groups(is_whole=True))\n    self._apply_settings()", "    group_files.restore(paths, self.state_of_groups(is_whole=True))", "unit/search/halving"),
+  Mutant("a wave of trials keeps the previous wave's settings", "_src/search/halving.py", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))\n    self._apply_settings()", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))", "unit/search/halving"),
   Mutant("population-based training copies the worst to the best", "_src/search/population.py", "          source, target, self.model", "          target, source, self.model", "unit/search/population"),
-  Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/owner_update"),
-  Mutant("elements that several members update are joined twice", "_src/core/collectives/shard_layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/owner_update"),
+  Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/by_variable_update"),
+  Mutant("elements that several members update are joined twice", "_src/core/collectives/shard_layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/by_variable_update"),
   Mutant("embedding tables are sharded", "_src/core/update/sharded_update.py", "if self.tables.is_table(variable):", "if False:", "unit/core/update/embedding_tables"),
   # Rows.
   Mutant("lazy rows update all rows", "_src/core/update/embedding_tables.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/core/update/embedding_tables"),

@@ -29,7 +29,7 @@ _Row = dict[str, Any]  # Of `describe().rows()`.
 class Traced(NamedTuple):
   """A traced function that calls an optimizer: its step, and the graph."""
 
-  step: flow.Step
+  step: flow.StepPipeline
   graph: Any
 
 
@@ -40,9 +40,9 @@ def recorded() -> Iterator[list[Traced]]:
   When the context ends, the traced functions are added to the list.
   """
   graphs: dict[Traced, None] = {}
-  plain = flow.Step.perform
+  plain = flow.StepPipeline.perform
 
-  def perform(step: flow.Step, call: flow.Call) -> tf.Tensor:
+  def perform(step: flow.StepPipeline, call: flow.Call) -> tf.Tensor:
     if tf.inside_function():
       graphs[Traced(step, collective_ops.outermost_function())] = None
       # TensorFlow may trace a loop or a first step twice, and keep one of
@@ -51,7 +51,7 @@ def recorded() -> Iterator[list[Traced]]:
     return plain(step, call)
 
   traced: list[Traced] = []
-  with mock.patch.object(flow.Step, "perform", perform):
+  with mock.patch.object(flow.StepPipeline, "perform", perform):
     yield traced
   traced += graphs
 
@@ -125,7 +125,7 @@ def _check_sums(
   graph: _Graph,
   rows: Sequence[_Row],
   known: Sequence[_Row],
-  step: flow.Step,
+  step: flow.StepPipeline,
   content: dict[str, Any],
 ) -> None:
   """Checks which operations sum, and how many bytes each replica sends."""

@@ -67,13 +67,13 @@ class FakeEngine(engine_lib.Engine):
     groups: groups_lib.Groups,
     replica: int,
     table: _Rendezvous,
-    keeps_rows: bool = True,
+    supports_sparse: bool = True,
   ) -> None:
     super().__init__(tf.distribute.get_strategy(), groups)
     self.replica = replica
     self.sent: list[tf.Tensor] = []
     self.table = table
-    self.keeps_rows = keeps_rows
+    self.supports_sparse = supports_sparse
 
   @property
   def num_replicas(self) -> int:
@@ -113,12 +113,14 @@ def _widened(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def engines(
-  groups: groups_lib.Groups = PAIRS, keeps_rows: bool = True
+  groups: groups_lib.Groups = PAIRS, supports_sparse: bool = True
 ) -> list[FakeEngine]:
   """Returns the engines of all replicas, in the order of the replicas."""
   tables = [_Rendezvous(sorted(members)) for members in groups]
   return [
-    FakeEngine(groups, replica, tables[groups.index_of(replica)], keeps_rows)
+    FakeEngine(
+      groups, replica, tables[groups.index_of(replica)], supports_sparse
+    )
     for replica in range(groups.num_replicas)
   ]
 
@@ -175,7 +177,7 @@ class Replica:
     self.inner = home.adapter(opt)
     checked = settings_lib.Settings(reduction, **settings)
     self.inner.fuse(checked.fused_update)
-    self.step = flow.Step(context.Context(checked, self.inner, engine))
+    self.step = flow.StepPipeline(context.Context(checked, self.inner, engine))
     self.step.build(self.variables)
 
   def apply(self, grads: Sequence[Any], **options: Any) -> None:

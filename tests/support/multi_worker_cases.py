@@ -211,7 +211,7 @@ def sharded(
   optimizer: str,
   strategy: tf.distribute.Strategy,
   shard_update: str = "elementwise",
-  row_bytes: int = 1 << 20,
+  scatter_bytes: int = 1 << 20,
 ) -> list[np.ndarray]:
   """Takes three steps. Also checks the shapes of this replica's slots.
 
@@ -222,7 +222,7 @@ def sharded(
 
   def make() -> Any:
     rows = unittest.mock.patch.object(
-      engines.MultiWorker, "row_bytes", row_bytes
+      engines.MultiWorker, "scatter_bytes", scatter_bytes
     )
     with strategy.scope(), rows:
       made = CrossShardOptimizer(
@@ -251,7 +251,7 @@ def sharded(
   members = testbed.groups_of(
     GROUPINGS[replicas][grouping], replicas
   ).group_size
-  in_first_row = 8 if row_bytes > 32 else 6
+  in_first_row = 8 if scatter_bytes > 32 else 6
   assert is_whole or [-(-in_first_row // members)] in kept, kept
   return own(variables)
 
@@ -268,7 +268,9 @@ def sparse_sum(
   (table, bias), optimizer = _summed(
     strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
   )
-  assert internals.engine_of(optimizer).keeps_rows  # Else tables would travel.
+  assert internals.engine_of(
+    optimizer
+  ).supports_sparse  # Else tables would travel.
 
   def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
@@ -512,7 +514,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (sharded, "ungrouped", "Momentum", {}),
-    (sharded, "ungrouped", "Momentum", {"row_bytes": 24}),
+    (sharded, "ungrouped", "Momentum", {"scatter_bytes": 24}),
     (sharded, "ungrouped", "Adafactor", {"shard_update": "by_variable"}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),

@@ -258,7 +258,7 @@ def test_workers_compare_about_once_a_second(
 
   monkeypatch.setattr(replica_values, "Copies", lambda _: Copies())
   monkeypatch.setattr(time, "monotonic", lambda: now[0])
-  watch = preemption.Watch(False, 60.0)
+  watch = preemption.PreemptionMonitor(False, 60.0)
   watch.begin(tf.distribute.get_strategy())
   compared = []
   for seconds in [0.125] * 20 + [0.001] * 300:

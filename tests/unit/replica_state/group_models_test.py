@@ -361,7 +361,7 @@ def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   kernel = model.trainable_variables[0]
   assert len({value.tobytes() for value in replica_state.values(kernel)}) == 1
   assert said == []
-  [watch] = optimizer_state.watches_of(optimizer)
+  [watch] = optimizer_state.group_warnings_of(optimizer)
   for notice in (
     lambda: replica_state.load_group(1, optimizer, model),
     lambda: replica_state.ensemble(optimizer, model),

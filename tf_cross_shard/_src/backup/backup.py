@@ -154,7 +154,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     self._every = every
     self._exit_code = exit_code
     self._keep = keep
-    self._watch = preemption.Watch(on_preemption, every_seconds)
+    self._watch = preemption.PreemptionMonitor(on_preemption, every_seconds)
     # The position in the data, and the batches since the last backup.
     self._epoch = self._batches = self._since = 0
     if every != "epoch" or self._watch.is_needed:
@@ -301,7 +301,7 @@ class BackupAndRestore(group_callback.GroupCallback):
 
   def _save(self, epoch: int, batch: int) -> None:
     """Writes a backup, and deletes the oldest ones of this worker."""
-    state = self.state_of_groups(is_whole=True)
+    state = self.state_of_groups(with_optimizer=True)
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     state.compare_workers("a backup")
     differing = state.names_that_differ("a backup")
@@ -382,7 +382,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     restored = checkpoint.restore_file(
       paths[0], optimizer, self.model, paths[1:]
     )
-    copies = self.state_of_groups(is_whole=True).copies
+    copies = self.state_of_groups(with_optimizer=True).copies
     for key, variable in _metric_variables(self.model).items():
       here = copies.here(variable)
       values = [np.zeros_like(copy) for copy in here]

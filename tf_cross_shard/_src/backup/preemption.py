@@ -27,7 +27,7 @@ _PAUSE: Final = 1e6  # Microseconds from one comparison of workers to the next.
 _MAX_BATCHES_BETWEEN: Final = 100
 
 
-class Watch:
+class PreemptionMonitor:
   """Watches for SIGTERM and for the age of the last backup.
 
   Attributes:

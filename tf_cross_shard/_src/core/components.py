@@ -16,7 +16,8 @@ class Components:
     encapsulated: The `encapsulated.Encapsulated` around the user's optimizer.
     keras_package: "keras" or "tf_keras".
     checks: The `step.step_checks.StepChecks`; None for towers.
-    step: The `step.flow.Step`; None for towers, and while it is being created.
+    step: The `step.flow.StepPipeline`; None for towers, and while it is being
+      created.
     unrestored: Pickled (path, value) pairs. `build` assigns them after it has
       created the slots, and sets each assigned value to None.
     unrestored_attributes: The same for variables that only an attribute of the
@@ -51,7 +52,7 @@ def components_of(optimizer: Any) -> Components | None:
 
 
 def step_of(optimizer: Any) -> Any:
-  """Returns the `step.flow.Step` of a CrossShardOptimizer.
+  """Returns the `step.flow.StepPipeline` of a CrossShardOptimizer.
 
   None for any other object, and while the optimizer is being created.
   """

@@ -34,7 +34,7 @@ class Stage:
 
   Attributes:
     context: The settings, the encapsulated optimizer and the engine.
-      `Step.replace` gives stages a new context when the user assigns a
+      `StepPipeline.replace` gives stages a new context when the user assigns a
       setting.
   """
 

@@ -87,7 +87,7 @@ class Description:
   __repr__ = __str__
 
 
-def describe(step: flow.Step, optimizer: str) -> Description:
+def describe(step: flow.StepPipeline, optimizer: str) -> Description:
   """Returns what a step does.
 
   Args:
@@ -139,7 +139,7 @@ def describe(step: flow.Step, optimizer: str) -> Description:
 
 
 def _rows(
-  step: flow.Step, variables: Sequence[Any]
+  step: flow.StepPipeline, variables: Sequence[Any]
 ) -> list[described.VariableUpdate]:
   """Returns the rows of the update, for all calls that make a step."""
   has_overwrites = any(map(step.context.encapsulated.is_overwritten, variables))
@@ -159,7 +159,7 @@ def _rows(
   ]
 
 
-def _nonfinite(step: flow.Step) -> str:
+def _nonfinite(step: flow.StepPipeline) -> str:
   """Returns what happens to a step with a NaN or an infinity."""
   if step.context.encapsulated.scaling.is_dynamic:
     return "skipped by the LossScaleOptimizer"
@@ -167,7 +167,7 @@ def _nonfinite(step: flow.Step) -> str:
 
 
 def _not_in_force(
-  step: flow.Step, rows: Sequence[described.VariableUpdate]
+  step: flow.StepPipeline, rows: Sequence[described.VariableUpdate]
 ) -> Iterator[tuple[str, str]]:
   """Yields the names of settings that change nothing here, and the reasons."""
   settings, engine = step.settings, step.context.engine
@@ -211,10 +211,10 @@ def _not_in_force(
 
 
 def _why_no_rows(
-  step: flow.Step, rows: Sequence[described.VariableUpdate]
+  step: flow.StepPipeline, rows: Sequence[described.VariableUpdate]
 ) -> str:
   """Returns why no table is updated by rows; "" if one is, or may be."""
-  if not step.context.engine.keeps_rows:
+  if not step.context.engine.supports_sparse:
     return "TPU programs have no shapes that depend on data: all rows change"
   if not step.tables.is_by_rows():
     return "XLA compiles the step, so all rows change"
@@ -229,7 +229,7 @@ def _why_no_rows(
 
 
 def _notes(
-  step: flow.Step,
+  step: flow.StepPipeline,
   variables: Sequence[Any],
   rows: Sequence[described.VariableUpdate],
 ) -> Iterator[str]:
@@ -256,9 +256,9 @@ def _notes(
       yield f"Every step updates all rows of {row.path}. {_remedy(step)}"
 
 
-def _remedy(step: flow.Step) -> str:
+def _remedy(step: flow.StepPipeline) -> str:
   """Returns how a table can be updated by rows, or why it cannot."""
-  if not step.context.engine.keeps_rows:
+  if not step.context.engine.supports_sparse:
     return "On TPUs, there is no other way."
   if step.calls > 1:
     return "Accumulated gradients are dense. Do not accumulate gradients."

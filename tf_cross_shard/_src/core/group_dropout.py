@@ -19,7 +19,7 @@ from tf_cross_shard._src.core import group_schedule, settings, validation
 
 # `layers.GroupDropout` of each Keras derives from this class and then from the
 # base class of Keras' layers.
-class GroupRates(abc.ABC):
+class GroupDropoutBase(abc.ABC):
   """Keras' `Dropout` layer, except that each group has its own rate.
 
   In training, an element of the input is set to 0 with the probability `rate`

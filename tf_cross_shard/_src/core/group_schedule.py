@@ -279,8 +279,8 @@ class PerGroup:
 
 def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
   """Sets the groups of every `PerGroup` in an optimizer, however nested."""
-  for layer in optimizer_state.nested_optimizers(optimizer):
-    bind_rate(keras_private.learning_rates(layer), groups, package)
+  for nested in optimizer_state.nested_optimizers(optimizer):
+    bind_rate(keras_private.learning_rates(nested), groups, package)
 
 
 def check_settable(optimizer: Any) -> None:
@@ -296,8 +296,8 @@ def check_settable(optimizer: Any) -> None:
 
 def rates_of(optimizer: Any) -> PerGroup | None:
   """Returns the PerGroup that is the learning rate of an optimizer, or None."""
-  for layer in optimizer_state.nested_optimizers(optimizer):
-    for rate in keras_private.learning_rates(layer):
+  for nested in optimizer_state.nested_optimizers(optimizer):
+    for rate in keras_private.learning_rates(nested):
       if isinstance(rate, PerGroup):
         return rate
   return None

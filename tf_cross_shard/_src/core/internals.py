@@ -16,10 +16,10 @@ from typing import Any
 from tf_cross_shard._src.core import (
   collectives,
   components,
+  divided_rows,
   embedding_lookup,
   group_schedule,
   groups,
-  owned_rows,
   settings,
   validation,
   variables,
@@ -66,7 +66,7 @@ __all__ = [
   "variables",
   "optimizer_state",
   "replica_values",
-  "owned_rows",
+  "divided_rows",
   # A value for each group.
   "group_schedule",
   # Several workers.

@@ -186,7 +186,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     )
     context = context_lib.Context(settings, self._encapsulated, engine)
     self._components.checks = step_checks.StepChecks(context)
-    self._components.step = flow.Step(context)
+    self._components.step = flow.StepPipeline(context)
     group_schedule.bind(opt, self.groups, self._package)
 
   learning_rate = group_schedule.bound(
@@ -361,7 +361,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     """
     step = self._components.step
     is_sharded = step.context.encapsulated.state.whole is not None
-    step.watch.end_fit(is_sharded and bool(self._encapsulated.averages))
+    step.warnings.end_fit(is_sharded and bool(self._encapsulated.averages))
     step.update.write_averages(var_list)
 
   def _gradients(
@@ -422,7 +422,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         *whole.trainable_variables,
         *self._encapsulated.state.all_variables,
       ]
-      own.step.watch.before_saving(saved)
+      own.step.warnings.before_saving(saved)
 
   def _differing(self) -> dict[str, Any]:
     """Returns the arguments besides `opt` that differ from their defaults."""

@@ -169,9 +169,10 @@ class GroupCallback(tf.keras.callbacks.Callback):
     """Sets the model, and warns of layers that mix groups."""
     super().set_model(model)
     layers = keras_private.layers(model)
-    for watch in optimizer_state.watches_of(getattr(model, "optimizer", None)):
-      watch.check_layers(layers)
-      watch.is_evaluated_by_group = True
+    optimizer = getattr(model, "optimizer", None)
+    for warnings in optimizer_state.group_warnings_of(optimizer):
+      warnings.check_layers(layers)
+      warnings.is_evaluated_by_group = True
 
   def set_params(self, params: Any) -> None:
     """Registers the callback as part of a `fit`; see `same_fit`."""
@@ -221,12 +222,16 @@ class GroupCallback(tf.keras.callbacks.Callback):
       if callback.prefix and callback.position_in_list < self.position_in_list
     ]
 
-  def state_of_groups(self, is_whole: bool = False) -> group_state.GroupState:
+  def state_of_groups(
+    self, with_optimizer: bool = False
+  ) -> group_state.GroupState:
     """Returns the model's variables in all groups.
 
-    If `is_whole`, the optimizer's variables are included.
+    If `with_optimizer`, the optimizer's variables are included.
     """
-    return group_state.GroupState(self.model.optimizer, self.model, is_whole)
+    return group_state.GroupState(
+      self.model.optimizer, self.model, with_optimizer
+    )
 
   def state(self) -> dict[str, Any]:
     """Returns what a backup has to save, as arrays and numbers by name."""
@@ -237,8 +242,8 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   def on_test_begin(self, logs: Any = None) -> None:
     """Warns, once, that Keras' `evaluate` mixes the groups."""
-    for watch in optimizer_state.watches_of(self.model.optimizer):
-      watch.before_evaluating()
+    for warnings in optimizer_state.group_warnings_of(self.model.optimizer):
+      warnings.before_evaluating()
 
   def on_predict_begin(self, logs: Any = None) -> None:
     """Warns, once, that Keras' `predict` mixes the groups."""

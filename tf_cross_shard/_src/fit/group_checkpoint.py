@@ -110,7 +110,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     is_first = not self._sign
     if not self.begin(logs):
       return
-    state = self.state_of_groups(is_whole=True)
+    state = self.state_of_groups(with_optimizer=True)
     if is_first:
       with state.raising_on_all(f"checking {self._path.name}"):
         self._check_fits(state)

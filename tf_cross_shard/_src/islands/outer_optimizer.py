@@ -285,7 +285,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     outer = outer_state.make_outer_optimizer(
       trained_by, self._optimizer, self._wire_dtype
     )
-    settings = agreement.settings(
+    settings = agreement.setting_lines(
       every=self._every,
       warmup=self._warmup,
       wire_dtype=self._wire_dtype,
@@ -328,21 +328,21 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
 
   Raises an error unless there is one, and it has several groups.
   """
-  layers = [
-    layer
-    for layer in optimizer_state.nested_optimizers(optimizer)
-    if isinstance(layer, CrossShardOptimizer)
+  all_nested = [
+    nested
+    for nested in optimizer_state.nested_optimizers(optimizer)
+    if isinstance(nested, CrossShardOptimizer)
   ]
-  if not layers:
+  if not all_nested:
     raise TypeError(
       "`optimizer` must be a CrossShardOptimizer with groups; got"
       f" {type(optimizer).__name__}."
     )
-  kinds = {layer.groups for layer in layers}
-  if len(kinds) > 1 or layers[0].groups.num_groups == 1:
+  kinds = {nested.groups for nested in all_nested}
+  if len(kinds) > 1 or all_nested[0].groups.num_groups == 1:
     raise ValueError(
       "`optimizer` must have several groups for OuterOptimizer to synchronize;"
       f" got {' and '.join(str(kind.to_lists()) for kind in kinds)}. Give the"
       " CrossShardOptimizer a `group_assignment`, for example [[0, 1], [2, 3]]."
     )
-  return layers[0]
+  return all_nested[0]

@@ -223,7 +223,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
       variables, shapes or dtypes. It is a ValueError.
     OSError: If the file cannot be read.
   """
-  state = group_state.GroupState(None, model, is_whole=False)
+  state = group_state.GroupState(None, model, with_optimizer=False)
   values = values_of_group(paths_lib.as_path(path), group, state)
   count = len(state.copies.engine.replicas_here)
   for entry in state.entries:

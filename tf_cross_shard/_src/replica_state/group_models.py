@@ -74,7 +74,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   if hasattr(group, "variables"):  # Older programs passed the model first.
     group, model = model, group
   keras = keras_private.keras_of(model)
-  state = group_state.GroupState(optimizer, model, is_whole=False)
+  state = group_state.GroupState(optimizer, model, with_optimizer=False)
   members = _members_of(state.groups, group, "group")
   if into is None:
     plain = _clone(keras, model, state, group)
@@ -203,7 +203,7 @@ def ensemble(
   """
   optimizer, model = group_state.optimizer_first(optimizer, model)
   keras = keras_private.keras_of(model)
-  groups = group_state.GroupState(optimizer, model, is_whole=False).groups
+  groups = group_state.GroupState(optimizer, model, with_optimizer=False).groups
   chosen = list(range(groups.num_groups) if members is None else members)
   for i in chosen:
     _members_of(groups, i, "members")
@@ -348,7 +348,7 @@ def _check_fits(
     "Create and build it with the same code as `model`, outside"
     " `strategy.scope()`."
   )
-  into = group_state.GroupState(None, plain, is_whole=False)
+  into = group_state.GroupState(None, plain, with_optimizer=False)
   if len(into.seeds) != len(state.seeds):
     into.leave_out_seeds()
     state.leave_out_seeds()

@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core.internals import (
   agreement,
+  divided_rows,
   errors,
   optimizer_state,
-  owned_rows,
   replica_values,
 )
 from tf_cross_shard._src.core.internals import variables as variables_lib
@@ -57,9 +57,9 @@ class Entry(NamedTuple):
   is_new: bool = False
 
   @property
-  def owned(self) -> owned_rows.OwnedRows | None:
+  def owned(self) -> divided_rows.DividedRows | None:
     """How members divide the rows of the variable, or None."""
-    return owned_rows.of(self.variable)
+    return divided_rows.of(self.variable)
 
   @property
   def shape(self) -> tf.TensorShape:
@@ -88,7 +88,7 @@ class GroupState:
   """
 
   def __init__(
-    self, optimizer: Any, model: Any = None, is_whole: bool = True
+    self, optimizer: Any, model: Any = None, with_optimizer: bool = True
   ) -> None:
     """Finds the variables, the strategy and the groups.
 
@@ -96,8 +96,8 @@ class GroupState:
       optimizer: The optimizer. The optimizer and the model may be swapped.
       model: A model or a list of variables; None to use the optimizer's
         variables only.
-      is_whole: Whether to include the optimizer's variables. If False, only the
-        groups are read from the optimizer, which need not be built.
+      with_optimizer: Whether to include the optimizer's variables. If False,
+        only the groups are read from the optimizer, which need not be built.
     """
     optimizer, model = optimizer_first(optimizer, model)
     if optimizer is not None:
@@ -105,7 +105,7 @@ class GroupState:
     self.optimizer = optimizer
     # Optimizer state in which members of a group may differ.
     own = set(map(id, optimizer_state.windows(optimizer)[0]))
-    state = optimizer_state.state_variables(optimizer) if is_whole else []
+    state = optimizer_state.state_variables(optimizer) if with_optimizer else []
     new = set(map(id, optimizer_state.unlisted_attributes(optimizer)))
     self.entries = [
       Entry(
@@ -160,7 +160,7 @@ class GroupState:
 
     The workers compare `topic`, the groups and the variables.
     """
-    lines = agreement.settings(group_assignment=self.groups.to_lists())
+    lines = agreement.setting_lines(group_assignment=self.groups.to_lists())
     lines += [f"{entry.name}: {entry.kind}" for entry in self.entries]
     self.copies.compare_workers(topic, lines)
 
@@ -396,14 +396,14 @@ def optimizer_first(optimizer: Any, other: Any) -> tuple[Any, Any]:
 
 def warn_if_collapsed(optimizer: Any) -> None:
   """Warns if something other than the optimizer made the groups equal."""
-  for watch in optimizer_state.watches_of(optimizer):
-    watch.check()
+  for warnings in optimizer_state.group_warnings_of(optimizer):
+    warnings.check()
 
 
 def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
-  for watch in optimizer_state.watches_of(optimizer):
-    watch.accept()
+  for warnings in optimizer_state.group_warnings_of(optimizer):
+    warnings.accept()
 
 
 def read_whole(
@@ -416,12 +416,12 @@ def read_whole(
   if entry.owned is None:
     return copies.read(entry.variable, members)
   parts = copies.read(entry.variable, sorted(members))
-  return [owned_rows.join(parts, entry.owned.rows)]
+  return [divided_rows.join(parts, entry.owned.rows)]
 
 
 def _is_shared(variable: Any, otherwise: Any) -> bool:
   """Returns whether members have equal values of a variable."""
-  return bool(otherwise) and owned_rows.of(variable) is None
+  return bool(otherwise) and divided_rows.of(variable) is None
 
 
 def is_seed(name: str) -> bool:

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core.internals import (
+  divided_rows,
   optimizer_state,
-  owned_rows,
   replica_values,
 )
 from tf_cross_shard._src.core.internals import variables as variables_lib
@@ -131,7 +131,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
       "`model` has a ShardedEmbedding, whose tables of several groups cannot"
       " be averaged. Average the results of group_values()."
     )
-  chosen = [v for v in chosen if owned_rows.of(v) is None]
+  chosen = [v for v in chosen if divided_rows.of(v) is None]
   state.compare_workers("averaging with slots" if slots else "averaging")
   copies = state.copies
   for variable in filter(group_state.has_mean, chosen):

@@ -27,13 +27,10 @@ from tf_cross_shard._src.fit import (
   group_rates,
   summaries,
 )
-from tf_cross_shard._src.replica_state import (
-  archive,
-  group_files,
-)
+from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import table as table_lib
-from tf_cross_shard._src.search import trial_monitor
+from tf_cross_shard._src.search import trial_files, trial_monitor
 
 
 class Rung(NamedTuple):
@@ -311,8 +308,8 @@ class Halving(trial_monitor.TrialMonitor):
         f" trials in {self._num_groups} groups; got {epochs}. Use"
         " fit(epochs=halving.total_epochs), without initial_epoch."
       )
-    state = self.state_of_groups(is_whole=True)
-    group_files.save({0: self._path("states/initial")}, state)
+    state = self.state_of_groups(with_optimizer=True)
+    trial_files.save({0: self._path("states/initial")}, state)
     self._start_rung(0)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -336,7 +333,7 @@ class Halving(trial_monitor.TrialMonitor):
       path = best[group] = self._path(f"trial_{trial.number}")
       trial.file = str(path)
     if best:
-      group_files.save(best, self.state_of_groups())
+      trial_files.save(best, self.state_of_groups())
     if self._runs is not None and self.state_of_groups().copies.is_first:
       self._draw(self._runs)
     self._progress.epochs_left -= 1
@@ -400,12 +397,12 @@ class Halving(trial_monitor.TrialMonitor):
     progress = self._progress
     is_last = progress.rung + 1 == len(self._rungs)
     if not is_last:
-      group_files.save(
+      trial_files.save(
         {
           group: self._state_path(number, progress.rung)
           for group, number in enumerate(progress.running)
         },
-        self.state_of_groups(is_whole=True),
+        self.state_of_groups(with_optimizer=True),
       )
     if progress.waiting:
       self._start_wave(progress.rung, progress.waiting)
@@ -435,7 +432,7 @@ class Halving(trial_monitor.TrialMonitor):
       epochs_left=self._rungs[rung].epochs - before,
     )
     paths = [self._state_path(n, rung - 1) for n in self._trial_of_each_group()]
-    group_files.restore(paths, self.state_of_groups(is_whole=True))
+    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))
     self._apply_settings()
 
   def _apply_settings(self) -> None:

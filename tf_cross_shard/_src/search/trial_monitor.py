@@ -189,7 +189,7 @@ def plain_model(
     into: As for `replica_state.load_group`.
   """
   optimizer = model.optimizer
-  state = group_state.GroupState(optimizer, model, is_whole=False)
+  state = group_state.GroupState(optimizer, model, with_optimizer=False)
   values = checkpoint.values_of_group(paths_lib.as_path(path), 0, state)
   # Layers of the clone, such as dropout, get the present settings of group 0.
   table_lib.results_of(table).assign([row] * table.groups.num_groups)

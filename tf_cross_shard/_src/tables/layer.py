@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core.internals import (
   collectives,
-  owned_rows,
+  divided_rows,
   replica_values,
   settings,
   variables,
@@ -120,7 +120,7 @@ class ShardedTable(abc.ABC):
     self._strategy = tf.distribute.get_strategy()
     self._engine = collectives.for_strategy(self._strategy, groups)
     members = self._engine.groups.group_size
-    if not self._engine.keeps_rows:
+    if not self._engine.supports_sparse:
       self._engine.exchange_rows(tf.zeros([0]), tf.zeros([0]))  # Raises.
     if min(input_dim, output_dim) < 1 or input_dim < members:
       raise ValueError(
@@ -141,7 +141,7 @@ class ShardedTable(abc.ABC):
         self._exchange_in_group_0, autograph=False, reduce_retracing=True
       ),
     )
-    self._owned = owned_rows.OwnedRows(input_dim, self._engine.groups)
+    self._owned = divided_rows.DividedRows(input_dim, self._engine.groups)
     self._is_filled = False
 
   @abc.abstractmethod
@@ -164,7 +164,7 @@ class ShardedTable(abc.ABC):
         " was created. Build the model inside `with strategy.scope():`."
       )
     self._make_table((self._owned.part_rows, self.output_dim))
-    owned_rows.mark(self.embeddings, self._owned)
+    divided_rows.mark(self.embeddings, self._owned)
     self.built = True
     self._fill()
 
@@ -436,7 +436,7 @@ class ShardedTable(abc.ABC):
     """Writes blocks of rows into the parts of this process."""
     native = variables.native(self.embeddings)
     if not self._is_filled:
-      owned_rows.mark(native, self._owned)
+      divided_rows.mark(native, self._owned)
       if self._owned.groups.group_size > 1:
         self._guard(native)
     groups, engine = self._owned.groups, self._engine

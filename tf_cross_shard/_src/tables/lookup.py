@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import embedding_lookup, owned_rows
+from tf_cross_shard._src.core.internals import divided_rows, embedding_lookup
 
 
 def in_replica(
-  engine: Any, table: Any, owned: owned_rows.OwnedRows, ids: tf.Tensor
+  engine: Any, table: Any, owned: divided_rows.DividedRows, ids: tf.Tensor
 ) -> tf.Tensor:
   """Returns the rows of ids; all members of the group make this call.
 
@@ -65,7 +65,7 @@ def in_replica(
 
 
 def from_parts(
-  parts: list[Any], owned: owned_rows.OwnedRows, ids: tf.Tensor
+  parts: list[Any], owned: divided_rows.DividedRows, ids: tf.Tensor
 ) -> tf.Tensor:
   """Returns the rows of ids, read from the parts of all members of a group."""
   ids = _checked(ids, owned.rows)

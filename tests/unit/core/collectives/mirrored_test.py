@@ -190,7 +190,7 @@ def test_gathers_rows_of_the_group(place: str) -> None:
   engine = mirrored.Mirrored(testbed.mirrored(), groups)
 
   def replica_fn() -> Any:
-    assert engine.keeps_rows
+    assert engine.supports_sparse
     mine = testbed.replica_id()
 
     def gather() -> list[tf.Tensor]:

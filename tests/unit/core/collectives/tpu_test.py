@@ -228,7 +228,7 @@ def test_all_gather_raises() -> None:
   engine = tpu.TPU(testbed.virtual(2), groups.contiguous(2, 2))
   with pytest.raises(TypeError, match=r"TPUs sum only bfloat16, .* int64\."):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
-  assert not engine.keeps_rows
+  assert not engine.supports_sparse
   with pytest.raises(NotImplementedError, match="Make the tensors dense"):
     engine.all_gather([tf.zeros([2])])
 

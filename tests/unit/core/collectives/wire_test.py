@@ -67,7 +67,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
     dense = wire.make_reducible(grads, _variables(), engine)
     return wire.Wire(engine).sum(dense)[0]
 
-  found = fake_engine.run(reduce, fake_engine.engines(keeps_rows=False))
+  found = fake_engine.run(reduce, fake_engine.engines(supports_sparse=False))
   for sums, total in zip(found, SUMS, strict=True):
     np.testing.assert_array_equal(sums[2], [[2 * total], [0.0], [5 * total]])
 

@@ -27,16 +27,18 @@ def _dense(name: str, units: int = 2, dtype: str = "float32") -> list[Any]:
 
 
 def test_lines_of_settings_and_variables() -> None:
-  lines = agreement.settings(group_assignment=[[0, 2], [1, 3]], wire_dtype=None)
+  lines = agreement.setting_lines(
+    group_assignment=[[0, 2], [1, 3]], wire_dtype=None
+  )
   assert lines == ["group_assignment: [[0, 2], [1, 3]]", "wire_dtype: None"]
-  assert agreement.variables(_dense("top", dtype="float64")) == [
+  assert agreement.variable_lines(_dense("top", dtype="float64")) == [
     "variable 0: top/kernel float64 [3, 2]",
     "variable 1: top/bias float64 [2]",
     "variables: 2",
   ]
   mine = tf.Variable(tf.zeros([2, 1]), name="weight")
   keras = tf.keras.Variable(tf.zeros([2, 1]), name="weight")
-  assert agreement.variables([mine]) == agreement.variables([keras])
+  assert agreement.variable_lines([mine]) == agreement.variable_lines([keras])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_variable_lines_ignore_automatic_layer_numbers(
 ) -> None:
   """The order of layers still matters."""
   first, second = _dense(names[0]), _dense(names[1], units=5)
-  lines = agreement.variables([*first, *second])
+  lines = agreement.variable_lines([*first, *second])
   assert lines == [
     "variable 0: dense/kernel float32 [3, 2]",
     "variable 1: dense/bias float32 [2]",
@@ -55,7 +57,7 @@ def test_variable_lines_ignore_automatic_layer_numbers(
     "variable 3: dense_1/bias float32 [5]",
     "variables: 4",
   ]
-  assert lines != agreement.variables([*second, *first])
+  assert lines != agreement.variable_lines([*second, *first])
 
 
 def test_only_automatic_names_are_renumbered() -> None:
@@ -84,7 +86,7 @@ def test_gradients_show_their_kind_and_no_shape() -> None:
     values = tf.zeros([rows, 2], tf.bfloat16)
     sparse = tf.IndexedSlices(values, tf.range(rows))
     grads = [tf.ones([1]), None, sparse, tf.ones([1], tf.float64)]
-    assert agreement.gradients(grads) == [
+    assert agreement.gradient_lines(grads) == [
       "gradient 0: float32",
       "gradient 1: None",
       "gradient 2: bfloat16 rows",

@@ -150,7 +150,7 @@ def test_buckets_of_last_layers_are_reduced_first() -> None:
   limits = {"clipnorm": 4.0, "global_clipnorm": None, "weight_decay": 0.25}
   make = functools.partial(make_plain, "AdamW", **limits)
   whole = replicas("keras", make)
-  with mock.patch.object(fake_engine.FakeEngine, "row_bytes", 40):
+  with mock.patch.object(fake_engine.FakeEngine, "scatter_bytes", 40):
     rows = replicas("keras", make)
   for trained in (whole, rows):
     fake_engine.train(trained, GRADS)

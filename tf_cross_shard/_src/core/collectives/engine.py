@@ -33,18 +33,18 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The groups within which all methods sum, gather and exchange.
-    is_one_program: Whether all replicas run the same program (SPMD), as on
+    is_spmd: Whether all replicas run the same program (SPMD), as on
       TPUs.
-    keeps_rows: Whether row-sparse gradients can be summed without becoming
-      dense.
-    row_bytes: The best size of the buffer of a reduce-scatter, in bytes; None
-      for no limit.
+    supports_sparse: Whether row-sparse gradients can be summed without
+      becoming dense.
+    scatter_bytes: The best size of the buffer of a reduce-scatter, in bytes;
+      None for no limit.
     method: How the engine sums, in words.
   """
 
-  is_one_program = False
-  keeps_rows = True
-  row_bytes: int | None = None
+  is_spmd = False
+  supports_sparse = True
+  scatter_bytes: int | None = None
   method = "by the engine's own collectives"
 
   def __init__(

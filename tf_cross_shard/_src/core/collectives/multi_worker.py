@@ -41,7 +41,7 @@ class MultiWorker(collective_engine.CollectiveEngine):
   # Several buckets are sent at the same time, and the buckets of the last
   # layers are sent while the backward pass still computes the gradients of the
   # first layers.
-  row_bytes = _BUCKET_BYTES
+  scatter_bytes = _BUCKET_BYTES
 
   def __init__(
     self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import collectives, owned_rows
+from tf_cross_shard._src.core import collectives, divided_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.coordination import agreement, errors
 
@@ -132,7 +132,7 @@ class Copies:
       # value at a time would copy the whole slot for each replica.
       set_copies(arrays)
       return
-    is_divided = owned_rows.of(variable) is not None
+    is_divided = divided_rows.of(variable) is not None
     for copy, array in zip(self._copies(variable), arrays, strict=False):
       if not is_divided:
         copy.assign(array)

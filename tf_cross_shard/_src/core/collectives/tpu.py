@@ -43,9 +43,9 @@ class TPU(engine.Engine):
   `extended.all_to_all(tensor, group_assignment)`.
   """
 
-  is_one_program = True
+  is_spmd = True
   # The number of distinct rows, and so a shape, would depend on data.
-  keeps_rows = False
+  supports_sparse = False
   method = "CrossReplicaSum, in one XLA program"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -61,7 +61,7 @@ class TPU(engine.Engine):
     return [self._sum(tensor, assignment) for tensor in tensors]
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Raises `NotImplementedError`; see `keeps_rows`."""
+    """Raises `NotImplementedError`; see `supports_sparse`."""
     raise NotImplementedError(
       "Replicas of a TPU program cannot gather rows, because shapes in the"
       " program cannot depend on data. Make the tensors dense."

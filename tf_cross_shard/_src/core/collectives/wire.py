@@ -24,7 +24,7 @@ def make_reducible(
   engine: engines.Engine,
 ) -> list[Gradient]:
   """Makes sparse gradients dense if the engine cannot gather rows."""
-  if engine.keeps_rows:
+  if engine.supports_sparse:
     return list(grads)
   return [
     indexed_slices.to_dense(grad, variable)

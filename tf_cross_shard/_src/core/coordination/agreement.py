@@ -285,19 +285,19 @@ def if_slow_in_step(workers: Workers) -> str:
 
 def library_versions() -> list[str]:
   """Returns the library versions that workers must share, as settings do."""
-  return settings(
+  return setting_lines(
     tf_cross_shard=versions.own_version(),
     tensorflow=tf.__version__,
     keras=versions.keras_version(),
   )
 
 
-def settings(**values: object) -> list[str]:
+def setting_lines(**values: object) -> list[str]:
   """Returns settings as lines of the form `name: value`."""
   return [f"{name}: {value}" for name, value in values.items()]
 
 
-def variables(trained: Iterable[Any]) -> list[str]:
+def variable_lines(trained: Iterable[Any]) -> list[str]:
   """Returns the names, dtypes and shapes of variables as lines."""
   trained = list(trained)
   names = variables_lib.renumbered(list(map(variables_lib.path_of, trained)))
@@ -308,7 +308,7 @@ def variables(trained: Iterable[Any]) -> list[str]:
   return [*lines, f"variables: {len(trained)}"]
 
 
-def gradients(grads: Sequence[Gradient]) -> list[str]:
+def gradient_lines(grads: Sequence[Gradient]) -> list[str]:
   """Returns the dtypes of gradients, and which are row-sparse, as lines."""
   kinds = [
     "None"

@@ -44,15 +44,15 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   found: dict[int, Any] = {}
   trained: dict[int, Any] = {}
   is_built, sharded = False, None
-  for layer in nested_optimizers(optimizer):
-    is_built = is_built or keras_private.is_built(layer)
-    own = listed(layer) if sharded is None else []
-    sharded = sharded or _sharded_state_of(layer)
-    own += getattr(components.step_of(layer), "state", ())
-    own += [*_rate_variables(layer), *keras_private.unlisted(layer)]
+  for nested in nested_optimizers(optimizer):
+    is_built = is_built or keras_private.is_built(nested)
+    own = listed(nested) if sharded is None else []
+    sharded = sharded or _sharded_state_of(nested)
+    own += getattr(components.step_of(nested), "state", ())
+    own += [*_rate_variables(nested), *keras_private.unlisted(nested)]
     for variable in own:
       found.setdefault(id(variable), variable)
-    for variable in keras_private.trained(layer):
+    for variable in keras_private.trained(nested):
       trained.setdefault(id(variable), variable)
   if not is_built:
     raise ValueError(
@@ -102,8 +102,8 @@ def unlisted_attributes(optimizer: Any) -> list[Any]:
   """Returns the variables that only attributes of optimizers hold."""
   return [
     variable
-    for layer in nested_optimizers(optimizer)
-    for variable in keras_private.unlisted_attributes(layer).values()
+    for nested in nested_optimizers(optimizer)
+    for variable in keras_private.unlisted_attributes(nested).values()
   ]
 
 
@@ -113,8 +113,10 @@ def learning_rates(optimizer: Any) -> list[Any]:
   Keras 3's LossScaleOptimizer also has its own learning rate, but does not use
   it: it uses the learning rate of its encapsulated optimizer.
   """
-  layers = nested_optimizers(optimizer)
-  own = [layer for layer in layers if not hasattr(layer, "inner_optimizer")]
+  all_nested = nested_optimizers(optimizer)
+  own = [
+    nested for nested in all_nested if not hasattr(nested, "inner_optimizer")
+  ]
   rates = itertools.chain(*map(_rate_variables, own))
   return list({id(rate): rate for rate in rates}.values())
 
@@ -123,11 +125,11 @@ def kept_variables(optimizer: Any) -> list[Any]:
   """Returns all variables of an optimizer and of the optimizers inside it."""
   return [
     variable
-    for layer in nested_optimizers(optimizer)
+    for nested in nested_optimizers(optimizer)
     for variable in (
-      *listed(layer),
-      *_rate_variables(layer),
-      *keras_private.unlisted(layer),
+      *listed(nested),
+      *_rate_variables(nested),
+      *keras_private.unlisted(nested),
     )
   ]
 
@@ -142,12 +144,12 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
   """
   sums: list[Any] = []
   counts = []
-  for layer in nested_optimizers(optimizer):
-    sums += getattr(components.step_of(layer), "window_state", ())
-    if of_keras := keras_private.accumulated(layer):
+  for nested in nested_optimizers(optimizer):
+    sums += getattr(components.step_of(nested), "window_state", ())
+    if of_keras := keras_private.accumulated(nested):
       sums += of_keras
-      steps = layer.gradient_accumulation_steps
-      counts.append((keras_private.calls(layer), steps))
+      steps = nested.gradient_accumulation_steps
+      counts.append((keras_private.calls(nested), steps))
   return sums, counts
 
 
@@ -222,8 +224,8 @@ def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
 
 def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
   """Returns the groups of the optimizer; by default, one group of all."""
-  for layer in nested_optimizers(optimizer):
-    groups = getattr(layer, "groups", None)
+  for nested in nested_optimizers(optimizer):
+    groups = getattr(nested, "groups", None)
     if isinstance(groups, groups_lib.Groups):
       if num_replicas not in (None, groups.num_replicas):
         raise ValueError(
@@ -235,12 +237,12 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
 
 
-def watches_of(optimizer: Any) -> list[Any]:
+def group_warnings_of(optimizer: Any) -> list[Any]:
   """Returns the `GroupWarnings` of each CrossShardOptimizer."""
-  return [step.watch for step in steps_of(optimizer)]
+  return [step.warnings for step in steps_of(optimizer)]
 
 
 def steps_of(optimizer: Any) -> list[Any]:
-  """Returns the `step.flow.Step` of each CrossShardOptimizer inside."""
-  layers = nested_optimizers(optimizer)
-  return list(filter(None, map(components.step_of, layers)))
+  """Returns the `step.flow.StepPipeline` of each CrossShardOptimizer inside."""
+  all_nested = nested_optimizers(optimizer)
+  return list(filter(None, map(components.step_of, all_nested)))

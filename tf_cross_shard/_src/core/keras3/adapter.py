@@ -98,7 +98,7 @@ class Keras3LossScaling(loss_scaling.LossScaling):
     return self.scale_loss(limit)
 
 
-class Keras3Optimizer(encapsulated.Encapsulated):
+class Keras3Adapter(encapsulated.Encapsulated):
   """An encapsulated `keras.optimizers.Optimizer`."""
 
   _state_class = Keras3State
@@ -229,6 +229,6 @@ class Keras3Optimizer(encapsulated.Encapsulated):
     type(outer_scaler).apply(outer_scaler, list(grads), variables)
 
 
-def adapter(optimizer: Any) -> Keras3Optimizer:
+def adapter(optimizer: Any) -> Keras3Adapter:
   """Returns the encapsulated form of an optimizer."""
-  return Keras3Optimizer(optimizer)
+  return Keras3Adapter(optimizer)

@@ -38,7 +38,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     for attribute in set(vars(self)) - _OWN:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]
-    self._encapsulate(adapter.Keras3Optimizer(opt))
+    self._encapsulate(adapter.Keras3Adapter(opt))
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Forwards the assignment.

@@ -1,1 +1,1 @@
-"""The stages of one optimizer step, in the order of `flow.Step.perform`."""
+"""The stages of a step, in the order of `flow.StepPipeline.perform`."""

@@ -4,10 +4,10 @@
                     this replica's      1 or k    over the  NaN?     once
                     own gradients       calls     group
 
-The first two stages come before the step: `Step.scale` multiplies the loss, and
-`Step.differentiate` or the user's own tape computes the gradients.
-`Step.perform` then follows this drawing from left to right. (With
-`scale_gradients`, `Step.perform` multiplies the gradients instead of the loss.)
+The first two stages come before the step: `StepPipeline.scale` multiplies the
+loss, and `StepPipeline.differentiate` or the user's own tape computes the
+gradients. `StepPipeline.perform` then follows this drawing from left to right.
+(With `scale_gradients`, `perform` multiplies the gradients, not the loss.)
 
 The stages are objects from this folder and from `update`. A window is one call
 or k calls long. The update decides which part of the weights and of the
@@ -15,7 +15,7 @@ optimizer state each replica stores and updates. The wire decides in which dtype
 replicas send gradients. Each stage receives the next stage as a function:
 `window.add(..., _finish)`, `update.apply(..., _apply_once)`, and
 `guard.apply_if_finite(sums, apply)`. Stages do not write into each other. Only
-`Step._show_state` writes into the state of the user's optimizer.
+`StepPipeline._show_state` writes into the state of the user's optimizer.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ from tf_cross_shard._src.core.step import (
   nonfinite,
 )
 from tf_cross_shard._src.core.update import (
+  by_variable_update,
+  elementwise_update,
   embedding_tables,
-  flat_update,
-  owner_update,
   sharded_update,
   update,
 )
@@ -72,12 +72,12 @@ class Call:
 
 
 _SHARDED: Final = {
-  "elementwise": flat_update.FlatUpdate,
-  "by_variable": owner_update.OwnerUpdate,
+  "elementwise": elementwise_update.ElementwiseUpdate,
+  "by_variable": by_variable_update.ByVariableUpdate,
 }
 
 
-class Step:
+class StepPipeline:
   """The stages between a loss and the weights, with the state of the stages.
 
   Attributes:
@@ -102,7 +102,7 @@ class Step:
     self.update = _make_update(context, self.tables)
     self.window = accumulation.make(context, self.by_group)
     self.guard = nonfinite.NonfiniteGuard(context)
-    self.watch = group_warnings.GroupWarnings(settings.name, engine)
+    self.warnings = group_warnings.GroupWarnings(settings.name, engine)
     self.attached: tuple[Any, ...] = ()
     self._show_state(None)
 
@@ -165,7 +165,7 @@ class Step:
     """
     with tf.name_scope(call.name or self.settings.name):
       overwrites = self._overwrites(call)
-      with self.watch.step(call.variables):
+      with self.warnings.step(call.variables):
         own = (
           call.grads
           if call.is_reduced
@@ -281,7 +281,7 @@ class Step:
     """Creates the variables of all stages, unless they exist."""
     if not self.context.encapsulated.is_built:
       self.tables.prepare_divided(variables)
-      self.watch.before_build(variables)
+      self.warnings.before_build(variables)
     self._show_state(self.update.build(variables))
     # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with
     # the variables that are updated, which may be shards. The window needs the

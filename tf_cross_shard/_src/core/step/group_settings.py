@@ -73,7 +73,7 @@ def check(context: context_lib.Context) -> None:
   """
   numbers = context.settings.group_settings or {}
   groups = context.engine.groups
-  if numbers and context.engine.is_one_program:
+  if numbers and context.engine.is_spmd:
     raise NotImplementedError(
       f"`group_settings` is {numbers}, but it does not work on TPUs, where all"
       " replicas run one program. Use `per_group` in the model, and"

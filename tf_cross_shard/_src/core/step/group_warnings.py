@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import replica_values
 from tf_cross_shard._src.core.encapsulated import keras_private
@@ -142,7 +142,7 @@ class GroupWarnings:
       earlier = getattr(variable, _TRAINED_BY, groups)
       if (
         earlier != groups
-        and owned_rows.of(variable) is None
+        and divided_rows.of(variable) is None
         and self._is_one_process
         and replica_values.is_between_steps()
       ):

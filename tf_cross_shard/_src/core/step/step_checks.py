@@ -49,7 +49,7 @@ class StepChecks:
     self._check_workers()
     is_ordered = tf.executing_eagerly() or tf.inside_function()
     # The operations of one replica, or of one program, have an order anyway.
-    is_one = self.engine.num_replicas == 1 or self.engine.is_one_program
+    is_one = self.engine.num_replicas == 1 or self.engine.is_spmd
     if not is_ordered and not is_one:
       raise RuntimeError(
         f"{self._name} was called in a TensorFlow 1 graph under"
@@ -106,7 +106,7 @@ class StepChecks:
     """Raises an error unless all workers build the same optimizer."""
     self.engine.compare_workers(
       f"the building of {self._name}",
-      lambda: [*self._setting_lines(), *agreement.variables(variables)],
+      lambda: [*self._setting_lines(), *agreement.variable_lines(variables)],
     )
 
   def compare_workers_before_step(
@@ -117,8 +117,8 @@ class StepChecks:
       f"a step of {self._name}",
       lambda: [
         *self._setting_lines(),
-        *agreement.variables(variables),
-        *agreement.gradients(grads),
+        *agreement.variable_lines(variables),
+        *agreement.gradient_lines(grads),
       ],
       self._iteration_lines,
     )
@@ -139,7 +139,7 @@ class StepChecks:
     """Returns the settings as lines, with the groups in force."""
     config = self._context.settings.to_config()
     del config["name"]
-    return agreement.settings(
+    return agreement.setting_lines(
       **{**config, "group_assignment": self.engine.groups.to_lists()}
     )
 
@@ -148,7 +148,7 @@ class StepChecks:
     # Different groups may have skipped different steps.
     is_equal = self.engine.groups.num_groups == 1
     count = int(self._context.encapsulated.iterations()) if is_equal else "any"
-    return agreement.settings(iterations=count)
+    return agreement.setting_lines(iterations=count)
 
   def _check_workers(self) -> None:
     """Raises `ValueError` if TF_CONFIG lists workers that the strategy ignores.

@@ -129,7 +129,7 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
     return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
 
 
-class TfKerasOptimizer(encapsulated.Encapsulated):
+class TfKerasAdapter(encapsulated.Encapsulated):
   """An encapsulated `tf_keras.optimizers.Optimizer`."""
 
   _state_class = TfKerasState
@@ -250,7 +250,7 @@ class TfKerasOptimizer(encapsulated.Encapsulated):
     )
 
 
-class LegacyOptimizer(TfKerasOptimizer):
+class LegacyOptimizer(TfKerasAdapter):
   """An encapsulated `tf_keras.optimizers.legacy.Optimizer`."""
 
   _state_class = LegacyState
@@ -328,7 +328,7 @@ def _as_pairs(
   ]
 
 
-def adapter(opt: Any) -> TfKerasOptimizer:
+def adapter(opt: Any) -> TfKerasAdapter:
   """Returns the encapsulated form of a new or a legacy optimizer."""
   legacy = isinstance(encapsulated.innermost(opt), _LEGACY)
-  return LegacyOptimizer(opt) if legacy else TfKerasOptimizer(opt)
+  return LegacyOptimizer(opt) if legacy else TfKerasAdapter(opt)

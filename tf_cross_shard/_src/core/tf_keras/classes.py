@@ -215,7 +215,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @forwarding.documented
-class GroupDropout(group_dropout.GroupRates, keras.layers.Layer):
+class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
   """Dropout with a rate for each group.
 
   >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])

@@ -110,9 +110,9 @@ class DescribedUpdate:
 
   def _are_sparse(self, variables: Sequence[Any], is_dense: bool) -> list[bool]:
     """Returns which gradients are row-sparse; arguments as in `rows`."""
-    keeps_rows = self._engine.keeps_rows and not is_dense
+    supports_sparse = self._engine.supports_sparse and not is_dense
     is_embedding = self._update.tables.is_embedding
-    return [keeps_rows and is_embedding(v) for v in variables]
+    return [supports_sparse and is_embedding(v) for v in variables]
 
   def _ways(
     self, variables: Sequence[Any], are_sparse: Sequence[bool]
@@ -122,7 +122,7 @@ class DescribedUpdate:
     plan = fused_update.plan(
       optimizer,
       self._encapsulated.fused,
-      self._engine.is_one_program or fused_update.is_compiled(optimizer),
+      self._engine.is_spmd or fused_update.is_compiled(optimizer),
       in_function=True,
     )
     natives = list(map(variables_lib.native, variables))

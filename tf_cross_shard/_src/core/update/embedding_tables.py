@@ -25,7 +25,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
-from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.encapsulated import (
   encapsulated,
@@ -34,7 +34,7 @@ from tf_cross_shard._src.core.encapsulated import (
 )
 from tf_cross_shard._src.core.gradients import clipping, indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.update import owned_tables, table_warnings
+from tf_cross_shard._src.core.update import divided_tables, table_warnings
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
@@ -116,7 +116,7 @@ class Tables(context_lib.Stage):
     """
     path = variables_lib.path_of(variable)
     is_of_layer = path.rpartition("/")[2] == _EMBEDDINGS
-    return is_of_layer or owned_rows.of(variable) is not None
+    return is_of_layer or divided_rows.of(variable) is not None
 
   def is_table(self, variable: Any) -> bool:
     """Returns whether a variable is a table; does not look at its gradient."""
@@ -125,7 +125,7 @@ class Tables(context_lib.Stage):
 
   def is_by_rows(self, variable: Any = None) -> bool:
     """Returns whether the step updates only rows of a variable."""
-    return variable is not None and owned_rows.of(variable) is not None
+    return variable is not None and divided_rows.of(variable) is not None
 
   def clips_to_dense(self, variables: Sequence[Any]) -> bool:
     """Returns whether clipping by `opt` makes all row-sparse sums dense.
@@ -141,11 +141,11 @@ class Tables(context_lib.Stage):
   def prepare_divided(self, variables: Sequence[Any]) -> None:
     """Prepares for variables that are divided among the members."""
     for variable in variables:
-      if owned_rows.of(variable) is not None:
+      if divided_rows.of(variable) is not None:
         # `make` has checked the optimizer already if `lazy_rows` is set.
         is_checked = self.settings.lazy_rows
         why_not = "" if is_checked else why_not_lazy(self.context)
-        owned_tables.check(self.context, variable, why_not)
+        divided_tables.check(self.context, variable, why_not)
         self.row_step = self._update_rows
 
   def add(self, var_list: Any, var_names: Any) -> None:
@@ -189,14 +189,14 @@ class Tables(context_lib.Stage):
       tables or (is_mixed and self.encapsulated.innermost.global_clipnorm)
     )
     clip = _clip_by_limits_of_opt
-    if tables and owned_rows.any_of(variables):
+    if tables and divided_rows.any_of(variables):
       if fused_update.is_compiled(self.encapsulated.innermost):
         raise ValueError(
           "XLA cannot compile a step with a ShardedEmbedding. Pass"
           " jit_compile=False."
         )
       sums, clip = (
-        owned_tables.clip_whole_tables(self.context, sums, variables),
+        divided_tables.clip_whole_tables(self.context, sums, variables),
         _keep,
       )
     with contextlib.ExitStack() as stack:
@@ -273,7 +273,7 @@ class RowTables(Tables):
 
     It does not look at the gradient.
     """
-    return self.engine.keeps_rows and self.is_embedding(variable)
+    return self.engine.supports_sparse and self.is_embedding(variable)
 
   def add(self, var_list: Any, var_names: Any) -> None:
     """Declares variables as tables."""

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.collectives import engine as engines
 from tf_cross_shard._src.core.encapsulated import (
@@ -322,7 +322,7 @@ def of_owners(
     owner = owners[i]
     if owner is None:
       return slot, slot
-    return slot, whole_slots.OwnedSlot(slot, owner, engine)
+    return slot, whole_slots.ByVariableSlot(slot, owner, engine)
 
   # The optimizer already has whole slots under the plain optimizer's names.
   template = Template(inner.optimizer, weights, slots)
@@ -336,15 +336,15 @@ def of_divided_tables(
 ) -> PlainState:
   """Returns the state of an optimizer that trains divided tables.
 
-  The slots of these tables are marked (`owned_rows.mark`).
+  The slots of these tables are marked (`divided_rows.mark`).
   """
 
   def find_slot(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:
     del i, attribute
-    owned = owned_rows.of(slot)
+    owned = divided_rows.of(slot)
     if owned is None:
       return slot, slot
-    return slot, whole_slots.RowsSlot(slot, owned, engine)
+    return slot, whole_slots.DividedSlot(slot, owned, engine)
 
   slots = [list(inner.state.slots(weight).items()) for weight in weights]
   template = Template(inner.optimizer, weights, slots)

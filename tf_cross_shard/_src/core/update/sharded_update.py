@@ -7,8 +7,8 @@ With g the gradients of all weights W, and i a member of the group:
     W    = gather(W[i])             all members receive all of the weights
 
 This module contains the common code of two kinds of sharded updates.
-`flat_update` cuts the elements of all weights into equal parts
-(`shard_update="elementwise"`). `owner_update` assigns each weight to one
+`elementwise_update` cuts the elements of all weights into equal parts
+(`shard_update="elementwise"`). `by_variable_update` assigns each weight to one
 member, its owner (`shard_update="by_variable"`). Embedding tables that are
 updated by rows are not sharded: all members update the rows in the batch.
 

@@ -6,16 +6,16 @@ tables       gather rows          sums of rows   -      opt.update(rows)
 elementwise  reduce-scatter       parts of sums  c, g   opt.update(shards)
 by variable  reduce to the owner  sums it owns   g      opt.update(own weights)
 
-`reduce` receives this replica's gradients of the weights, which `Step` has
-clipped by the CrossShardOptimizer's limits. `cut_sums` receives the group's
+`reduce` receives this replica's gradients of the weights, which `StepPipeline`
+has clipped by the CrossShardOptimizer's limits. `cut_sums` receives the group's
 sums of the weights, and returns the same. Both clip by the limits c
 (`clipnorm`) and g (`global_clipnorm`) of `opt` where `opt` would see parts
 only. `opt` clips by its other limits in `apply`; for tables, `embedding_tables`
 does it instead. Sharded updates gather the weights at the end.
 
 This module contains the interface and the replicated update, which is
-data-parallel training as usual. See `embedding_tables`, `flat_update`
-(elementwise) and `owner_update` (by variable) for the others.
+data-parallel training as usual. See `embedding_tables`, `elementwise_update`
+(elementwise) and `by_variable_update` (by variable) for the others.
 """
 
 import abc
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tf_cross_shard._src.core import context as context_lib
-from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core.collectives import wire as wire_lib
 from tf_cross_shard._src.core.gradients import indexed_slices
 from tf_cross_shard._src.core.gradients.clipping import Gradient
@@ -115,12 +115,12 @@ class Update(context_lib.Stage, abc.ABC):
 
         sum[v] = sum over r in group of grads_r[v]
         sum[v] = the same / group_size, where grads_r[v] is the next value of v
-        sum[v] = grads_r[v], where r owns rows of v (`owned_rows`)
+        sum[v] = grads_r[v], where r owns rows of v (`divided_rows`)
 
     `overwrites` says for each gradient whether it is a next value.
     """
-    if owned_rows.any_of(variables):
-      is_owned = [owned_rows.of(v) is not None for v in variables]
+    if divided_rows.any_of(variables):
+      is_owned = [divided_rows.of(v) is not None for v in variables]
       others = [
         None if own else grad for grad, own in zip(grads, is_owned, strict=True)
       ]
@@ -162,13 +162,13 @@ class ReplicatedUpdate(Update):
     """
     is_built = self.encapsulated.is_built
     self.encapsulated.build(variables)
-    if is_built or not owned_rows.any_of(variables):
+    if is_built or not divided_rows.any_of(variables):
       return None
     # The slots of a divided table are divided in the same way.
     for variable in variables:
-      if (owned := owned_rows.of(variable)) is not None:
+      if (owned := divided_rows.of(variable)) is not None:
         for slot in self.encapsulated.state.slots(variable).values():
-          owned_rows.mark(slot, owned)
+          divided_rows.mark(slot, owned)
     if self.engine.groups.group_size == 1:
       return None
     self.checkpointed = plain_state.CheckpointView(

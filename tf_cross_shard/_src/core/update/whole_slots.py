@@ -14,7 +14,7 @@ cases exist:
                    the weight's owner is updated and therefore valid
 
     rows           every member keeps some rows of a divided table's slot; see
-                   `owned_rows`
+                   `divided_rows`
 
 A whole slot reads and writes these parts and looks like a variable. Savers,
 `get_weights` and `replica_state` use it instead of the slot.
@@ -28,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core.collectives import engine as engines
 from tf_cross_shard._src.core.collectives import replica_values
 
@@ -178,7 +178,7 @@ class WholeSlot(_Trackable):
     self.assign(restored["VARIABLE_VALUE"].numpy())
 
 
-class OwnedSlot(WholeSlot):
+class ByVariableSlot(WholeSlot):
   """The slot of a weight that one member of each group updates.
 
   All members have a copy of the slot. The value of the slot is the owner's
@@ -199,7 +199,7 @@ class OwnedSlot(WholeSlot):
     return parts[self._owner]
 
 
-class RowsSlot(WholeSlot):
+class DividedSlot(WholeSlot):
   """The slot of a table whose rows are divided among the members of each group.
 
   Attributes:
@@ -208,7 +208,7 @@ class RowsSlot(WholeSlot):
   """
 
   def __init__(
-    self, slot: Any, owned: owned_rows.OwnedRows, engine: engines.Engine
+    self, slot: Any, owned: divided_rows.DividedRows, engine: engines.Engine
   ) -> None:
     """Creates a slot that joins the rows of all members."""
     span = Span(0, (owned.rows, *slot.shape[1:]))
@@ -223,9 +223,9 @@ class RowsSlot(WholeSlot):
     for replica, value in zip(copies.engine.replicas_here, values, strict=True):
       members = self._groups.members_of(replica)
       place = members.index(replica)
-      parts.append(owned_rows.part_of(value, place, len(members)))
+      parts.append(divided_rows.part_of(value, place, len(members)))
     copies.write(self.parts, parts)
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
     """Returns the rows of all members of a group."""
-    return owned_rows.join(parts, self._rows)
+    return divided_rows.join(parts, self._rows)

@@ -116,9 +116,9 @@ class OptimizerWrapper(minimizer.Minimizer, saving.SavedState):
         ) from error
     elif isinstance(opt, tf.compat.v1.train.Optimizer):
       opt = v1_conversion.convert(opt, cls._package, cls._v1_classes)
-    for layer in optimizer_state.nested_optimizers(opt):
-      if isinstance(layer, OptimizerWrapper):
-        cls._check_wrapper_within(layer, opt)
+    for nested in optimizer_state.nested_optimizers(opt):
+      if isinstance(nested, OptimizerWrapper):
+        cls._check_wrapper_within(nested, opt)
     if not isinstance(opt, _optimizer_classes(cls._package)):
       raise TypeError(
         f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import context as context_lib
-from tf_cross_shard._src.core import owned_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import (
@@ -37,7 +37,7 @@ def check(
       needs whole tables.
   """
   path, settings = variables_lib.path_of(variable), context.settings
-  owned = owned_rows.of(variable)
+  owned = divided_rows.of(variable)
   groups = context.engine.groups
   if owned is not None and owned.groups != groups:
     raise ValueError(
@@ -80,7 +80,7 @@ def clip_whole_tables(
 
   If a step may be skipped, a NaN that one member found reaches all members.
   """
-  is_owned = [owned_rows.of(variable) is not None for variable in variables]
+  is_owned = [divided_rows.of(variable) is not None for variable in variables]
   for total, variable, own in zip(sums, variables, is_owned, strict=True):
     if own and isinstance(total, tf.Tensor):
       raise ValueError(

@@ -18,8 +18,8 @@ last layers start early.
 
 The update of an element must depend only on that element
 (`shard_update="elementwise"`). Clipping by norms needs the whole gradient of a
-weight, so `FlatUpdate` and its base class clip instead of the encapsulated
-optimizer.
+weight, so `ElementwiseUpdate` and its base class clip instead of the
+encapsulated optimizer.
 
 References:
   Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
@@ -43,7 +43,7 @@ from tf_cross_shard._src.core.update import (
 )
 
 
-class FlatUpdate(sharded_update.ShardedUpdate):
+class ElementwiseUpdate(sharded_update.ShardedUpdate):
   """Each member keeps the state of one part of the weights and updates it."""
 
   sharding = "elementwise"
@@ -59,7 +59,7 @@ class FlatUpdate(sharded_update.ShardedUpdate):
 
   def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
     """Splits weights into buckets of about the size that suits the engine."""
-    limit = self.engine.row_bytes
+    limit = self.engine.scatter_bytes
     buckets: list[list[Any]] = [[]]
     filled = 0  # Bytes in the last bucket.
     for variable in variables:

@@ -45,7 +45,7 @@ from tf_cross_shard._src.core.update import (
 _LINEAR_COST = {*fused_update.ELEMENTWISE, *fused_update.BY_VARIABLE} - {"Muon"}
 
 
-class OwnerUpdate(sharded_update.ShardedUpdate):
+class ByVariableUpdate(sharded_update.ShardedUpdate):
   """Each member updates the weights that it owns."""
 
   sharding = "by_variable"
@@ -57,7 +57,7 @@ class OwnerUpdate(sharded_update.ShardedUpdate):
     tables: embedding_tables.Tables,
   ) -> None:
     """Raises `NotImplementedError` if members cannot do different things."""
-    if context.engine.is_one_program:
+    if context.engine.is_spmd:
       raise NotImplementedError(
         f"`shard_update` is {context.settings.shard_update!r}, but all TPU"
         " replicas run one program, so a replica cannot do work that the others"

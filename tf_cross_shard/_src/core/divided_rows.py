@@ -19,11 +19,11 @@ import numpy as np
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 
-_ATTRIBUTE: Final = "_tf_cross_shard_owned_rows"
+_ATTRIBUTE: Final = "_tf_cross_shard_divided_rows"
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnedRows:
+class DividedRows:
   """How the rows of a table, or of its slots, are divided.
 
   Attributes:
@@ -40,14 +40,14 @@ class OwnedRows:
     return -(-self.rows // self.groups.group_size)
 
 
-def mark(variable: Any, owned: OwnedRows) -> None:
+def mark(variable: Any, owned: DividedRows) -> None:
   """Declares that the copies of a variable are parts of one table."""
   setattr(variable, _ATTRIBUTE, owned)
 
 
-def of(variable: Any) -> OwnedRows | None:
+def of(variable: Any) -> DividedRows | None:
   """Returns how a variable is divided; None for an ordinary variable."""
-  found: OwnedRows | None = getattr(variable, _ATTRIBUTE, None)
+  found: DividedRows | None = getattr(variable, _ATTRIBUTE, None)
   if found is None and variables_lib.is_variable(variable):
     found = getattr(variables_lib.native(variable), _ATTRIBUTE, None)
     # A tape may report the copy of one replica.
