@@ -1,4 +1,4 @@
-"""Trains a divided table by given gradients, and the oracle's table."""
+"""Trains a divided table with given gradients; makes the oracle's batches."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def take_steps(
   in_cond: bool = False,
   scale: float = 1.0,
 ) -> None:
-  """Takes a step for each batch, with the gradients `weights_of` the ids.
+  """Takes a step for each batch. The gradients are `weights_of(ids)`.
 
   Each replica also compares the rows with the table of its group.
   """
