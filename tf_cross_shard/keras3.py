@@ -22,12 +22,14 @@ from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core.keras3 import v1_optimizers as _v1_optimizers
 from tf_cross_shard._src.core.keras3.classes import (
   CrossShardOptimizer,
+  PerGroup,
+)
+from tf_cross_shard._src.layers.keras3 import (
   Embedding,
   GroupDropout,
-  PerGroup,
+  ShardedEmbedding,
   SyncBatchNormalization,
 )
-from tf_cross_shard._src.tables.keras3 import ShardedEmbedding
 from tf_cross_shard._src.towers.keras3 import TowerOptimizer
 
 __all__ = [

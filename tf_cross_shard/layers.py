@@ -17,22 +17,22 @@ The layers subclass those of `tf.keras`. `tf_cross_shard.keras3` and
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core import versions as _versions
-from tf_cross_shard._src.core.embedding_lookup import embedding_lookup
+from tf_cross_shard._src.layers.embedding_lookup import embedding_lookup
 
 if _versions.uses_tf_keras():
-  from tf_cross_shard._src.core.tf_keras.classes import (
+  from tf_cross_shard._src.layers.tf_keras import (
     Embedding,
     GroupDropout,
+    ShardedEmbedding,
     SyncBatchNormalization,
   )
-  from tf_cross_shard._src.tables.tf_keras import ShardedEmbedding
 else:
-  from tf_cross_shard._src.core.keras3.classes import (
+  from tf_cross_shard._src.layers.keras3 import (
     Embedding,
     GroupDropout,
+    ShardedEmbedding,
     SyncBatchNormalization,
   )
-  from tf_cross_shard._src.tables.keras3 import ShardedEmbedding
 
 __all__ = [
   "Embedding",

@@ -23,12 +23,14 @@ from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core.tf_keras import v1_optimizers as _v1_optimizers
 from tf_cross_shard._src.core.tf_keras.classes import (
   CrossShardOptimizer,
+  PerGroup,
+)
+from tf_cross_shard._src.layers.tf_keras import (
   Embedding,
   GroupDropout,
-  PerGroup,
+  ShardedEmbedding,
   SyncBatchNormalization,
 )
-from tf_cross_shard._src.tables.tf_keras import ShardedEmbedding
 from tf_cross_shard._src.towers.tf_keras import TowerOptimizer
 
 __all__ = [

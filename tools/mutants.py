@@ -82,8 +82,8 @@ MUTANTS = [
   Mutant("the gradient seed is not scaled", "_src/core/gradients/differentiation.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/core/gradients/differentiation unit/core/optimizer"),
   # Sums over groups.
   Mutant("a replica receives another group's sum", "_src/core/collectives/mirrored.py", "by_group[self.groups.index_of(replica)]", "by_group[self.groups.index_of(replica) - 1]", "unit/core/collectives/mirrored"),
-  Mutant("rows of divided tables are updated with half of their gradients", "_src/tables/lookup.py", "return engine.exchange_rows(of_rows, sent)", "return engine.exchange_rows(of_rows, sent) * 0.5", "unit/tables/layer"),
-  Mutant("a divided table is clipped by the norm of one part", "_src/core/update/divided_tables.py", "[totals] = context.engine.all_reduce_sum([of_parts])", "totals = of_parts", "unit/tables/layer"),
+  Mutant("rows of divided tables are updated with half of their gradients", "_src/layers/row_exchange.py", "return engine.exchange_rows(of_rows, sent)", "return engine.exchange_rows(of_rows, sent) * 0.5", "unit/layers/sharded_embedding"),
+  Mutant("a divided table is clipped by the norm of one part", "_src/core/update/divided_tables.py", "[totals] = context.engine.all_reduce_sum([of_parts])", "totals = of_parts", "unit/layers/sharded_embedding"),
   Mutant("gradients are summed twice", "_src/core/collectives/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/collectives/wire"),
   Mutant("dense gradients are not summed", "_src/core/collectives/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/collectives/wire"),
   Mutant("row-sparse gradients are not summed", "_src/core/collectives/wire.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/core/collectives/wire"),

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tests.support import multi_worker_cases, multi_worker_faults, tables
 from tf_cross_shard import CrossShardOptimizer, callbacks, layers, replica_state
 from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.layers import row_exchange
 from tf_cross_shard._src.replica_state import archive, group_state
-from tf_cross_shard._src.tables import lookup
 
 CASES = [
   ("keras", "SGD", None),
@@ -43,7 +43,7 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
     found[case] = [tables.whole(layer, i) for i in range(number)]
   # A plain `lookup` outside a step, on all workers.
   with mock.patch.object(
-    lookup, "in_replica", wraps=lookup.in_replica
+    row_exchange, "in_replica", wraps=row_exchange.in_replica
   ) as traced:
     for ids in ([3], [3, 7], [[1], [5]], [1, 2, 4], np.arange(tables.ROWS)):
       found["lookup"] = layer.lookup(ids).numpy()

@@ -17,7 +17,6 @@ from tf_cross_shard._src.core import (
   collectives,
   components,
   divided_rows,
-  embedding_lookup,
   group_schedule,
   groups,
   settings,
@@ -29,6 +28,7 @@ from tf_cross_shard._src.core.collectives import (
   collective_ops,
   is_tpu,
   replica_values,
+  wire,
 )
 from tf_cross_shard._src.core.coordination import (
   agreement,
@@ -78,7 +78,7 @@ __all__ = [
   "stall_watch",
   # Collectives, and reading rows of a table.
   "collectives",
-  "embedding_lookup",
+  "wire",
   # Gradients.
   "clipping",
   "differentiation",

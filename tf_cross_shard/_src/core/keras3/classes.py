@@ -17,9 +17,6 @@ import keras
 import tensorflow as tf
 
 from tf_cross_shard._src.core import (
-  embedding_lookup,
-  group_batch_norm,
-  group_dropout,
   group_schedule,
   optimizer,
 )
@@ -82,64 +79,3 @@ class PerGroup(
   """A schedule with a learning rate, or another schedule, for each group."""
 
   _package = "keras"
-
-
-@keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
-class SyncBatchNormalization(
-  group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
-):
-  """Batch normalization over the examples of a group.
-
-  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
-  >>> layer.group_assignment
-  [[0, 1], [2, 3]]
-  """
-
-  def _moments(self, inputs: Any, mask: Any) -> Any:
-    """Overrides Keras' method: returns moments over the group's examples."""
-    return self._group_moments(inputs, self._reduction_axes, False, mask)
-
-
-@keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
-class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
-  """Keras' `Embedding`, except that it reads only the rows of the batch.
-
-  >>> import tensorflow as tf
-  >>> layer = Embedding(1000, 2, embeddings_initializer="ones")
-  >>> layer(tf.constant([[3, 7]])).shape
-  TensorShape([1, 2, 2])
-  """
-
-  def _can_read_rows(self, ids: Any) -> bool:
-    """Returns whether the weights are a plain table and ids are not sparse."""
-    is_plain = self.quantization_mode is None and not self.lora_enabled
-    return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
-
-  def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows. As in Keras 3, negative ids count from the last row."""
-    ids = tf.where(ids < 0, ids + self.input_dim, ids)
-    return embedding_lookup.embedding_lookup(self._embeddings, ids)
-
-
-@keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
-class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
-  """Dropout with a rate for each group.
-
-  >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])
-  >>> layer.rates
-  [0.0, 0.25]
-  """
-
-  def __init__(
-    self, rates: Any, group_assignment: Any, seed: Any = None, **kwargs: Any
-  ) -> None:
-    """Creates the layer, and the state of its random numbers."""
-    super().__init__(rates, group_assignment, seed, **kwargs)
-    self._seeds = keras.random.SeedGenerator(seed)
-
-  def _next_seed(self) -> tf.Tensor:
-    """Returns the next seed of Keras' generator."""
-    return tf.cast(self._seeds.next(), tf.int32)

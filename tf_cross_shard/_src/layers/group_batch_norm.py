@@ -14,9 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import collectives, settings
-from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.collectives import wire
+from tf_cross_shard._src.core.internals import collectives, settings, wire
+from tf_cross_shard._src.core.internals import groups as groups_lib
 
 
 # The layers for Keras 3 and tf_keras derive from this class, then from the

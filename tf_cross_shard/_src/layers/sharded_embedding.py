@@ -19,8 +19,8 @@ from tf_cross_shard._src.core.internals import (
   settings,
   variables,
 )
+from tf_cross_shard._src.layers import row_exchange
 from tf_cross_shard._src.replica_state import group_state, paths
-from tf_cross_shard._src.tables import lookup
 
 # Rows are initialized in blocks of this size, each with its own seed. So the
 # initial table does not depend on the number of members, and never exists as a
@@ -223,7 +223,7 @@ class ShardedTable(abc.ABC):
       copies = self._strategy.experimental_local_results(native)
       first = engine.groups.members_of(engine.groups.assignment[0][0])
       parts = [copies[replica] for replica in first]
-      rows = lookup.from_parts(parts, self._owned, flat)
+      rows = row_exchange.from_parts(parts, self._owned, flat)
     else:
       results = self._run_lookup((flat,))
       rows = self._strategy.experimental_local_results(results)[0]
@@ -360,7 +360,7 @@ class ShardedTable(abc.ABC):
     Call it in a replica.
     """
     table = variables.native(self.embeddings)
-    return lookup.in_replica(self._engine, table, self._owned, flat)
+    return row_exchange.in_replica(self._engine, table, self._owned, flat)
 
   def _exchange_in_group_0(self, flat: tf.Tensor) -> tf.Tensor:
     """Returns the rows of group 0 on the replicas of all groups."""

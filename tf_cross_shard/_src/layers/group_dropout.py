@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_schedule, settings, validation
+from tf_cross_shard._src.core.internals import (
+  group_schedule,
+  settings,
+  validation,
+)
 
 
 # `layers.GroupDropout` of each Keras derives from this class and then from the

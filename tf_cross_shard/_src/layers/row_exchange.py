@@ -13,7 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import divided_rows, embedding_lookup
+from tf_cross_shard._src.core.internals import divided_rows
+from tf_cross_shard._src.layers import embedding_lookup
 
 
 def in_replica(

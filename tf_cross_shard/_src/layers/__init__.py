@@ -1,0 +1,1 @@
+"""Keras layers for embedding tables and for groups."""

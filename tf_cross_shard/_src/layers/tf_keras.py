@@ -1,0 +1,118 @@
+"""The layers of this package for tf_keras (Keras 2)."""
+
+# ruff: noqa: E402  # Versions are checked first.
+
+import random
+from typing import Any
+
+from tf_cross_shard._src.core.internals import forwarding, versions
+
+versions.check_tf_keras()
+
+import tensorflow as tf
+import tf_keras as keras
+
+from tf_cross_shard._src.layers import (
+  embedding_lookup,
+  group_batch_norm,
+  group_dropout,
+  sharded_embedding,
+)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class SyncBatchNormalization(
+  group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
+):
+  """Batch normalization over the examples of a group.
+
+  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
+  >>> layer.group_assignment
+  [[0, 1], [2, 3]]
+  """
+
+  def _calculate_mean_and_var(
+    self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
+  ) -> Any:
+    """Overrides Keras' method: returns moments over the group's examples."""
+    return self._group_moments(inputs, reduction_axes, keep_dims, mask)
+
+  def _support_zero_size_input(self) -> bool:
+    """Returns False: the group may have examples when this replica has none."""
+    return False
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
+  """Keras' `Embedding`, except that it reads only the rows of the batch.
+
+  >>> import tensorflow as tf
+  >>> layer = Embedding(1000, 2, embeddings_initializer="ones")
+  >>> layer(tf.constant([[3, 7]])).shape
+  TensorShape([1, 2, 2])
+  """
+
+  def _can_read_rows(self, ids: Any) -> bool:
+    """Returns whether neither ids nor outputs are sparse, nor one-hot."""
+    is_plain = not self.sparse and not self._use_one_hot_matmul
+    return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
+
+  def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
+    """Returns rows."""
+    return embedding_lookup.embedding_lookup(self.embeddings, ids)
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
+  """Dropout with a rate for each group.
+
+  >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])
+  >>> layer.rates
+  [0.0, 0.25]
+  """
+
+  def build(self, input_shape: Any) -> None:
+    """Creates the state of the random numbers, as Keras 3 has it."""
+    seed = random.randint(1, 10**9) if self.seed is None else self.seed
+    self._seeds = self.add_weight(
+      "seed_generator_state",
+      shape=(2,),
+      dtype="int64",
+      initializer=lambda *_, **__: tf.constant([seed, 0], tf.int64),
+      trainable=False,
+      aggregation=tf.VariableAggregation.NONE,  # Each replica has its own.
+    )
+    super().build(input_shape)
+
+  def _next_seed(self) -> tf.Tensor:
+    """Returns the seed of this call, and counts the call."""
+    seed = tf.identity(self._seeds)
+    self._seeds.assign_add(tf.constant([0, 1], tf.int64))
+    return seed
+
+
+@keras.saving.register_keras_serializable(package="tf_cross_shard")
+@forwarding.documented
+class ShardedEmbedding(sharded_embedding.ShardedTable, keras.layers.Layer):
+  """An embedding table whose rows are divided among the members of a group.
+
+  >>> import tensorflow as tf
+  >>> layer = ShardedEmbedding(1000, 2, embeddings_initializer="ones")
+  >>> layer(tf.constant([[3, 7]])).shape
+  TensorShape([1, 2, 2])
+  """
+
+  _keras = keras
+
+  def __init__(self, *args: Any, **kwargs: Any) -> None:
+    """Creates the layer, which does not cast its inputs."""
+    super().__init__(*args, autocast=False, **kwargs)
+
+  def _make_table(self, shape: tuple[int, int]) -> None:
+    """Creates the variable of zeros."""
+    self.embeddings = self.add_weight(
+      "embeddings", shape, initializer="zeros", experimental_autocast=False
+    )

@@ -1,1 +1,0 @@
-"""Embedding tables whose rows are divided among the members of a group."""
