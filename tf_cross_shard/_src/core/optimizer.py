@@ -402,6 +402,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""
+    self._components.checks.check_strategy_of(variables)
     self._components.step.build(variables)
 
   def _config(self) -> dict[str, Any]:

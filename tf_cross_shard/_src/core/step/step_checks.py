@@ -11,6 +11,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import collectives, validation
 from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.collectives import replica_values
 from tf_cross_shard._src.core.coordination import agreement, errors
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 
@@ -122,6 +123,26 @@ class StepChecks:
       ],
       self._iteration_lines,
     )
+
+  def check_strategy_of(self, variables: Sequence[Any]) -> None:
+    """Raises an error for variables of a strategy other than the optimizer's.
+
+    Raises:
+      RuntimeError: Usually, `compile` was called outside the strategy's scope.
+    """
+    made_in = self.engine.strategy
+    for variable in variables:
+      other = replica_values.strategy_of(variable) or made_in
+      replicas = other.num_replicas_in_sync, made_in.num_replicas_in_sync
+      if other is not made_in and max(replicas) > 1:
+        raise RuntimeError(
+          f"{self._name} was created under"
+          f" {validation.strategy_in_words(made_in)}, but"
+          f" {variables_lib.path_of(variable)} under"
+          f" {validation.strategy_in_words(other)}. Create the model and the"
+          " optimizer, and call model.compile, inside the same `with"
+          " strategy.scope():`."
+        )
 
   def _check_strategy(self) -> None:
     """Raises `RuntimeError` under a strategy other than the optimizer's."""
