@@ -543,7 +543,7 @@ def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
     return net
 
   model, optimizer = _made("mirrored", library, make)
-  with pytest.raises(ValueError, match=r"to load_group as `into`, .* `twin`\."):
+  with pytest.raises(ValueError, match=r"as `into` to load_group .* `twin`\."):
     replica_state.load_group(1, optimizer, model)
   plain = replica_state.load_group(1, optimizer, model, make(home))
   kernel, bias = (testbed.copies(v)[1] for v in model.variables)

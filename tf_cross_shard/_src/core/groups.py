@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from tf_cross_shard._src.core import validation
-
 __all__ = [
   "AXES",
   "Groups",
@@ -40,7 +38,6 @@ _REMEDY: Final = (
   "Give one row of replica ids per group, all rows of one length, such as"
   " [[0, 1], [2, 3]]."
 )
-_EXAMPLE: Final = "Pass, for example, 2."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Groups:
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
     expected = None
     if self.num_replicas != -1:
-      validation.check_integer("num_replicas", self.num_replicas, _EXAMPLE)
+      _check_positive("num_replicas", self.num_replicas)
       expected = self.num_replicas
     index = _group_index(rows, expected, value)
     object.__setattr__(
@@ -331,8 +328,8 @@ def along(
 
 def _check_division(num_replicas: int, group_size: int) -> None:
   """Raises `ValueError` unless groups of this size cover the replicas."""
-  validation.check_integer("num_replicas", num_replicas, _EXAMPLE)
-  validation.check_integer("group_size", group_size, _EXAMPLE)
+  _check_positive("num_replicas", num_replicas)
+  _check_positive("group_size", group_size)
   if num_replicas % group_size:
     raise ValueError(
       f"`group_size` must divide `num_replicas`; {group_size} does not divide"
@@ -375,6 +372,20 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
       f" {_REMEDY}"
     )
   return value
+
+
+def _check_positive(name: str, value: Any) -> None:
+  """Raises `ValueError` unless `value` is an integer of at least 1.
+
+  `validation.check_integer` does the same, but imports TensorFlow. The command
+  line draws groups without it.
+  """
+  is_integer = isinstance(value, (int, np.integer))
+  if isinstance(value, bool) or not is_integer or value < 1:
+    raise ValueError(
+      f"`{name}` must be an integer of at least 1; got {value!r}. Pass, for"
+      " example, 2."
+    )
 
 
 def _group_index(
