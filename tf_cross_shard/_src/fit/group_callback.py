@@ -222,6 +222,10 @@ class GroupCallback(tf.keras.callbacks.Callback):
       if callback.prefix and callback.position_in_list < self.position_in_list
     ]
 
+  def names_of_trials(self) -> list[str]:
+    """Returns what each group trains; empty if groups train no trials."""
+    return []
+
   def state_of_groups(
     self, with_optimizer: bool = False
   ) -> group_state.GroupState:
@@ -333,8 +337,13 @@ class GroupMonitor(GroupCallback):
     if name not in (logs or {}) and not self._numbers and is_due:
       raise ValueError(
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
-        f" logs, which have {sorted(logs or {})}. Put"
-        " GroupMetrics(validation_data) before it in the list of callbacks."
+        f" logs, which have {sorted(logs or {})}. "
+        + (
+          "GroupMetrics writes the loss and the `metrics` of model.compile."
+          if prefixes
+          else "Put GroupMetrics(validation_data) before it in the list of"
+          " callbacks."
+        )
       )
     if name not in (logs or {}):
       return False

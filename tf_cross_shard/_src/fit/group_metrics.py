@@ -107,11 +107,16 @@ class GroupMetrics(group_callback.GroupCallback):
       )
     is_tuple = isinstance(validation_data, (tuple, list))
     given = validation_data if is_tuple else (validation_data,)
-    if hasattr(validation_data, "__next__") or len(given) > 3:
+    # An array has a shape; a dataset and a generator have none.
+    is_wrong = hasattr(validation_data, "__next__") or hasattr(
+      validation_data, "shape"
+    )
+    if is_wrong or len(given) > 3:
       raise TypeError(
         "`validation_data` must be a dataset, (x, y) or (x, y, sample_weight);"
-        f" got {type(validation_data).__name__}. Turn a generator into a"
-        " tf.data.Dataset with cache(), because every group reads the data."
+        f" got {type(validation_data).__name__}. Add the targets of an array."
+        " Turn a generator into a tf.data.Dataset with cache(), because every"
+        " group reads the data."
       )
     self._data = dict(zip(("x", "y", "sample_weight"), given, strict=False))
     self._data["batch_size"] = batch_size
@@ -124,6 +129,7 @@ class GroupMetrics(group_callback.GroupCallback):
     self._members: list[Any] = []
     self._mean: Any = None
     self._losses: dict[str, float] = {}
+    self._names: list[str] = []
 
   def on_train_begin(self, logs: Any = None) -> None:
     """Creates the twins; evaluates one batch so that errors come early."""
@@ -137,7 +143,7 @@ class GroupMetrics(group_callback.GroupCallback):
     is_first = not self.prefixes_before()
     progress.show_in_own_lines(
       [self.prefix, "loss"] if is_first else [self.prefix],
-      group_callback.group_names(self.model.optimizer),
+      lambda: self._names,
     )
     self._plain = None
     if self.model.built:  # An unbuilt model has no weights to evaluate yet.
@@ -156,6 +162,10 @@ class GroupMetrics(group_callback.GroupCallback):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds the metrics to the logs for later callbacks."""
+    # Read the names now: Halving may begin other trials when the epoch ends.
+    self._names = group_callback.group_names(self.model.optimizer)
+    for callback in self.same_fit():
+      self._names = callback.names_of_trials() or self._names
     if logs is not None:
       logs.update(self._losses or self._training_losses())
     if epoch and (epoch + 1) % self.every:

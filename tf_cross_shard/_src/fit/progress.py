@@ -8,57 +8,82 @@ the logs. For four groups with two metrics, this line has over 400 characters.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from tf_cross_shard._src.core.internals import keras_private
 
+_MOST_LINES: Final = 3  # for one metric, in a terminal
 
-def show_in_own_lines(prefixes: Sequence[str], names: Sequence[str]) -> None:
-  """Moves metrics of groups from the progress bar to one line for each metric.
+
+def show_in_own_lines(
+  prefixes: Sequence[str], names: Callable[[], Sequence[str]]
+) -> None:
+  """Moves metrics of groups from the progress bar to lines of their own.
 
   Nothing happens in a `fit` without a progress bar (`verbose=0`).
 
   Args:
     prefixes: How the names of the metrics begin, such as `val_`.
-    names: The names of the groups, for the lines.
+    names: Returns the name of each group in the epoch that has ended. A group
+      with an empty name is not shown.
   """
   bar = keras_private.progress_bar_of_fit()
   if bar is None:
     return
   show = bar.on_epoch_end
-  labels = {"ensemble": "ensemble"}
-  labels |= {f"group_{i}": name for i, name in enumerate(names)}
 
   def show_with_groups(epoch: int, logs: Any = None) -> None:
     """Shows the bar without these metrics, then the lines."""
+    labels = {"ensemble": "ensemble"}
+    labels |= {f"group_{i}": name for i, name in enumerate(names())}
     others = dict(logs or {})
     rows: dict[str, dict[str, float]] = {}
     for key in list(others):
       metric, _, run = key.rpartition("/")
       if run in labels and metric.startswith(tuple(prefixes)):
-        rows.setdefault(metric, {})[labels[run]] = others.pop(key)
+        rows.setdefault(metric, {})[run] = others.pop(key)
     show(epoch, others)
-    width = shutil.get_terminal_size().columns
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else None
     for metric, values in rows.items():
-      ordered = {n: values[n] for n in labels.values() if n in values}
-      print(_line(metric, ordered, width))
+      shown = [
+        f"{label} {values[run]:.4g}"
+        for run, label in labels.items()
+        if label and run in values
+      ]
+      print(_lines(metric, shown, width))
 
   # A new bar is created for each `fit`. If the user passes one, the next `fit`
   # finds no metrics of groups left for the outer function, which is harmless.
   bar.on_epoch_end = show_with_groups
 
 
-def _line(metric: str, values: Mapping[str, float], width: int) -> str:
-  """Returns a line of at most `width` characters, if one value fits.
+def _lines(metric: str, shown: Sequence[str], width: int | None) -> str:
+  """Returns the values of a metric; at most three lines of a given width.
 
-  >>> _line("val_loss", {"lr=0.3": 0.51, "lr=0.1": 0.4, "lr=0.03": 0.45}, 42)
-  'val_loss: lr=0.3 0.51, lr=0.1 0.4, +1 more'
+  >>> print(_lines("loss", ["lr=0.3 0.51", "lr=0.1 0.4", "lr=0.03 0.4"], 20))
+  loss: lr=0.3 0.51,
+    lr=0.1 0.4,
+    lr=0.03 0.4
+  >>> print(_lines("loss", ["a 0.51", "b 0.41", "c 0.4", "d 0.41"], 13))
+  loss: a 0.51,
+    b 0.41,
+    +2 more
   """
-  shown = [f"{name} {value:.4g}" for name, value in values.items()]
-  line = f"{metric}: {', '.join(shown)}"
-  for left in range(1, len(shown)):
-    if len(line) <= width:
+  for count in range(len(shown), -1, -1):
+    left = len(shown) - count
+    more = [f"+{left} more"] if left else []
+    entries = [*shown[:count], *more]
+    text = f"{metric}: {', '.join(entries)}"
+    if width is None:
       break
-    line = f"{metric}: {', '.join(shown[:-left])}, +{left} more"
-  return line
+    # Spaces inside an entry do not end a line.
+    joined = ", ".join(entry.replace(" ", "\0") for entry in entries)
+    lines = textwrap.wrap(f"{metric}: {joined}", width, subsequent_indent="  ")
+    text = "\n".join(lines).replace("\0", " ")
+    if len(lines) <= _MOST_LINES:
+      break
+  return text

@@ -244,6 +244,12 @@ class Halving(trial_monitor.TrialMonitor):
       best.file, best.settings, self.table, self.model, into
     )
 
+  def names_of_trials(self) -> list[str]:
+    """Returns the trial of each group; empty text for a group without one."""
+    running = self._progress.running
+    names = [f"trial {number}" for number in running]
+    return names + [""] * (self._num_groups - len(names)) if names else []
+
   def _missing(self) -> str:
     """Returns what the search lacks, in words; empty if it has ended."""
     is_last = self._progress.rung + 1 == len(self._rungs)
