@@ -28,6 +28,7 @@ def given(kind: str) -> dict[str, Any]:
   [
     ("GroupMetrics", "ensemble", X, TypeError, "Pass all data as one arg"),
     ("GroupMetrics", "validation_data", iter([]), TypeError, "be a dataset"),
+    ("GroupMetrics", "validation_data", X, TypeError, "Add the targets"),
     ("GroupMetrics", "name", "a/b", ValueError, "a string without a slash"),
     ("GroupMetrics", "every", 0, ValueError, "an integer of at least 1"),
     (
@@ -51,7 +52,8 @@ def given(kind: str) -> dict[str, Any]:
     ("Population", "every", 0, ValueError, "must be an integer of at least 1"),
     ("Population", "share", 0.75, ValueError, "must be more than 0"),
     ("Population", "explore", [], ValueError, "must contain positive factors"),
-    ("Population", "explore", ["2"], TypeError, "must be a number"),
+    ("Population", "explore", ["2"], TypeError, r"numbers; .* is \['2'\]. Use"),
+    ("Population", "explore", "0.5", TypeError, r"numbers; .* is '0.5'. Use"),
     ("Halving", "table", [{"a": 1}], TypeError, r"must be a trials\.Table"),
     ("Halving", "epochs", 1, ValueError, "must be at least"),
     ("Halving", "factor", 1, ValueError, "an integer of at least 2"),

@@ -6,6 +6,7 @@ every few epochs   1. rank the groups by their metric
 """
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -52,8 +53,11 @@ class _Range:
         bounds.
     """
     factors, *bounds = given if _has_bounds(given) else (given,)
-    for number in (*factors, *bounds):
-      group_callback.check_number("explore", number)
+    if not all(map(validation.is_number, (*factors, *bounds))):
+      raise TypeError(
+        f"`explore` must contain numbers; {name!r} is {given!r}. Use for"
+        " example [0.8, 1.25]."
+      )
     if not (len(factors) and min(factors) > 0):
       raise ValueError(
         f"`explore` must contain positive factors; {name!r} is {given!r}. Pass"
@@ -186,8 +190,12 @@ class Population(trial_monitor.TrialMonitor):
     ranges = {name: _Range.of(name, given) for name, given in explore.items()}
     names = list(explore) if table is None else table.names
     if not set(explore) <= set(names):
+      [wrong, *_] = sorted(set(explore) - set(names))
+      close = difflib.get_close_matches(wrong, names, 1)
+      meant = f" Did you mean {close[0]!r}?" if close else ""
       raise ValueError(
-        f"`explore` must name settings of `table`, {names}; got {explore!r}."
+        f"`explore` must name settings of `table`, {names}; got {wrong!r}."
+        f"{meant}"
       )
     self.every = every
     self.explore = {name: list(explore[name]) for name in explore}

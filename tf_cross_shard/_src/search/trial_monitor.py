@@ -60,7 +60,8 @@ class TrialMonitor(group_callback.GroupMonitor):
     if self.table.groups != groups:
       raise ValueError(
         f"`table` is for the groups {self.table.groups.to_lists()}, but the"
-        f" optimizer has {groups.to_lists()}. Give both the same groups."
+        f" optimizer has {groups.to_lists()}. Pass the groups of the table as"
+        " `group_assignment` to the CrossShardOptimizer."
       )
     table_lib.results_of(self.table).forget()
     self._check([trial.settings for trial in self.table])
