@@ -43,6 +43,7 @@ SLOW = [
     "unit/backup/backup_test.py",
     "unit/compiled_gradients_test.py",
     "unit/islands/outer_optimizer_test.py",
+    "unit/layers/sharded_embedding_files_test.py",
     "unit/replica_state/group_models_loaded_test.py",
     "unit/replica_state/paths_test.py",
     "unit/search/halving_test.py",
