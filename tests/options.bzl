@@ -29,7 +29,6 @@ SLOW = [
     "equivalence/batch_normalization_test.py",
     "equivalence/mixed_precision_test.py",
     "equivalence/original_test.py",
-    "equivalence/random_programs_test.py",
     "equivalence/saved_files_test.py",
     "equivalence/tf_keras_mode_test.py",
     "multi_process/examples_test.py",
@@ -38,17 +37,20 @@ SLOW = [
     "multi_process/multi_worker_errors_test.py",
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",
-    "multi_process/random_programs_workers_test.py",
     "multi_process/tables_test.py",
     "unit/backup/backup_test.py",
     "unit/compiled_gradients_test.py",
     "unit/islands/outer_optimizer_test.py",
     "unit/layers/sharded_embedding_files_test.py",
+    "unit/migration/checkpoints_test.py",
+    "unit/replica_state/checkpoint_test.py",
     "unit/replica_state/group_models_loaded_test.py",
+    "unit/replica_state/group_models_test.py",
     "unit/replica_state/paths_test.py",
     "unit/search/halving_test.py",
     "unit/search/population_test.py",
     "unit/search/tuner_test.py",
+    "unit/virtual_tpu/replica_variable_test.py",
     "unit/virtual_tpu/strategy_test.py",
 ]
 
@@ -56,8 +58,10 @@ SLOW = [
 # Only tools/nightly.sh runs them.
 NIGHTLY = [
     "equivalence/keras_own_test.py",
+    "equivalence/random_programs_test.py",
     "equivalence/sharded_tables_test.py",
     "multi_process/killed_fit_test.py",
     "multi_process/migration_example_test.py",
     "multi_process/multi_worker_example_test.py",
+    "multi_process/random_programs_workers_test.py",
 ]

@@ -455,7 +455,7 @@ def test_warns_if_fit_shuffles_arrays(
   with caplog.at_level("WARNING"):
     backup = callbacks.BackupAndRestore(tmp_path, **options)
     model.fit(**arguments, verbose=0, callbacks=[backup])
-  warned = "some examples of that epoch are used twice" in caplog.text
+  warned = "some examples of the epoch are used twice" in caplog.text
   assert warned == is_warned
 
 
