@@ -28,11 +28,7 @@ LARGE = [
 SLOW = [
     "equivalence/batch_normalization_test.py",
     "equivalence/mixed_precision_test.py",
-    "equivalence/original_test.py",
-    "equivalence/saved_files_test.py",
     "equivalence/tf_keras_mode_test.py",
-    "multi_process/examples_test.py",
-    "multi_process/migration_guide_test.py",
     "multi_process/multi_worker_errors_test.py",
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",
@@ -42,26 +38,31 @@ SLOW = [
     "unit/layers/sharded_embedding_files_test.py",
     "unit/migration/checkpoints_test.py",
     "unit/replica_state/checkpoint_test.py",
-    "unit/replica_state/group_models_loaded_test.py",
     "unit/replica_state/group_models_test.py",
     "unit/replica_state/paths_test.py",
     "unit/search/halving_test.py",
-    "unit/search/population_test.py",
-    "unit/search/tuner_test.py",
     "unit/virtual_tpu/replica_variable_test.py",
     "unit/virtual_tpu/strategy_test.py",
 ]
 
-# Slow tests of what other slow tests show in part, or of what seldom changes.
-# Only tools/nightly.sh runs them.
+# Slow tests that .ci/run has no time for: other tests show in part what they
+# show, or they test what seldom changes. tools/nightly.sh runs them. Run a file
+# yourself if you change what it tests.
 NIGHTLY = [
     "equivalence/keras_own_test.py",
+    "equivalence/original_test.py",
     "equivalence/random_programs_test.py",
+    "equivalence/saved_files_test.py",
     "equivalence/sharded_tables_test.py",
+    "multi_process/examples_test.py",
     "multi_process/killed_fit_test.py",
     "multi_process/killed_trials_test.py",
     "multi_process/migration_example_test.py",
+    "multi_process/migration_guide_test.py",
     "multi_process/multi_worker_example_test.py",
     "multi_process/random_programs_workers_test.py",
     "unit/compiled_gradients_test.py",
+    "unit/replica_state/group_models_loaded_test.py",
+    "unit/search/population_test.py",
+    "unit/search/tuner_test.py",
 ]

@@ -10,7 +10,7 @@
 #
 # How long a check takes on two cores:
 #
-#   bazel_test.sh     about 5 minutes
+#   bazel_test.sh     about 10 minutes
 #   mutants.py        not measured; one or a few test files for each mutant, with
 #                     a limit of 10 minutes for each
 #   preemptions.py    about 7 s for each kill of one process, 10 s with two
