@@ -26,7 +26,7 @@ PROJECT = Path(__file__).absolute().parent.parent
 
 
 class Mutant(NamedTuple):
-  """What is broken where, and which test files have to notice."""
+  """One way to break the code, and the test files that have to notice."""
 
   name: str
   file: str  # Below tf_cross_shard.

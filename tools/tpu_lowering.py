@@ -33,7 +33,7 @@ def lower(fn: Callable[[tf.Tensor], tf.Tensor], dtype: tf.DType) -> bytes:
 
 
 def reductions(module: bytes) -> list[tuple[str, int]]:
-  """What each all-reduce does to two numbers: operation and dtype."""
+  """Returns the operation and the dtype of each all-reduce."""
   computations = hlo_pb2.HloModuleProto.FromString(module).computations
   roots = {
     computation.id: instruction

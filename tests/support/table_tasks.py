@@ -1,4 +1,4 @@
-"""What each of several workers does with a divided table."""
+"""Tasks of workers that train, save and export a divided table."""
 
 import errno
 import os

@@ -11,7 +11,7 @@ from tf_cross_shard._src.core.encapsulated import (
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-  """What most stages need: settings, the wrapped optimizer, and the engine.
+  """The settings, the wrapped optimizer and the engine, for all stages.
 
   Attributes:
     settings: The arguments of the CrossShardOptimizer.

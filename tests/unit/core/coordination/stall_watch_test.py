@@ -57,7 +57,7 @@ def _wait(watch: stall_watch.StallWatch, seconds: float) -> None:
 
 
 def _answer(watch: Any, *answers: str | None) -> None:
-  """Lets the other workers answer the first alarm."""
+  """Makes the other workers answer the first alarm."""
   for index, answer in enumerate(answers, start=1):
     if answer is not None:
       watch.store[f"{watch._key}/0/{index}"] = answer

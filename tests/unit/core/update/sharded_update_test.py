@@ -431,7 +431,7 @@ def test_checkpoint_has_what_belongs_to_no_variable(
 def test_checkpoint_before_it_is_built(
   which: str, make: Callable[[Any], Any], tmp_path: pathlib.Path
 ) -> None:
-  """As in plain Keras, values are restored when the slots are created."""
+  """Values are restored when the slots are created, as in plain Keras."""
   weights, first = build(which, make, groups=ALL, shard_update=True)
   train(weights, first, range(2))
   first.learning_rate = 0.5

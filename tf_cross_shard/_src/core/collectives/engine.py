@@ -255,7 +255,7 @@ class Engine(abc.ABC):
   def all_or_nothing(
     self, sums: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
-    """Lets no variable change in the context until all sums are complete."""
+    """Delays changes of variables in the context until sums are complete."""
     del sums
     return contextlib.nullcontext()
 

@@ -70,7 +70,7 @@ class TfKerasWrapper(
         self._reduce_before(outer_scaler, self._methods_of_outer_scaler())
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
-    """Lets checkpoints of a scaler save the slots of legacy optimizers, too."""
+    """Makes checkpoints of a scaler save the slots of legacy optimizers."""
     super()._reduce_before(outer_scaler, methods)
     if self._is_legacy:
       vars(outer_scaler).update(

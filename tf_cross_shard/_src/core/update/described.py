@@ -1,4 +1,4 @@
-"""Says what an update does to each variable, for `optimizer.describe()`.
+"""Describes what an update does to each variable, for `describe()`.
 
 No step runs this code.
 """
