@@ -337,6 +337,20 @@ def _check_division(num_replicas: int, group_size: int) -> None:
     )
 
 
+def _check_positive(name: str, value: Any) -> None:
+  """Raises `ValueError` unless `value` is an integer of at least 1.
+
+  `validation.check_integer` does the same, but imports TensorFlow. The command
+  line draws groups without it.
+  """
+  is_integer = isinstance(value, (int, np.integer))
+  if isinstance(value, bool) or not is_integer or value < 1:
+    raise ValueError(
+      f"`{name}` must be an integer of at least 1; got {value!r}. Pass, for"
+      " example, 2."
+    )
+
+
 def _checked_names(names: Any, num_groups: int) -> tuple[str, ...] | None:
   """Returns names as a tuple; raises `ValueError` unless all groups differ."""
   if names is None:
@@ -372,20 +386,6 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
       f" {_REMEDY}"
     )
   return value
-
-
-def _check_positive(name: str, value: Any) -> None:
-  """Raises `ValueError` unless `value` is an integer of at least 1.
-
-  `validation.check_integer` does the same, but imports TensorFlow. The command
-  line draws groups without it.
-  """
-  is_integer = isinstance(value, (int, np.integer))
-  if isinstance(value, bool) or not is_integer or value < 1:
-    raise ValueError(
-      f"`{name}` must be an integer of at least 1; got {value!r}. Pass, for"
-      " example, 2."
-    )
 
 
 def _group_index(

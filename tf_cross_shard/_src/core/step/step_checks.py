@@ -133,8 +133,7 @@ class StepChecks:
     made_in = self.engine.strategy
     for variable in variables:
       other = replica_values.strategy_of(variable) or made_in
-      replicas = other.num_replicas_in_sync, made_in.num_replicas_in_sync
-      if other is not made_in and max(replicas) > 1:
+      if self._is_foreign(other):
         raise RuntimeError(
           f"{self._name} was created under"
           f" {validation.strategy_in_words(made_in)}, but"
@@ -147,14 +146,22 @@ class StepChecks:
   def _check_strategy(self) -> None:
     """Raises `RuntimeError` under a strategy other than the optimizer's."""
     here, made_in = tf.distribute.get_strategy(), self.engine.strategy
-    replicas = here.num_replicas_in_sync, made_in.num_replicas_in_sync
-    if here is not made_in and max(replicas) > 1:
+    if self._is_foreign(here):
       raise RuntimeError(
         f"{self._name} encapsulates an optimizer that was created under"
         f" {validation.strategy_in_words(made_in)} but is used under"
         f" {validation.strategy_in_words(here)}. Create both inside `with"
         f" strategy.scope():`, and call {self._name} inside `strategy.run`."
       )
+
+  def _is_foreign(self, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy's replicas are not the optimizer's.
+
+    Two strategies with one replica each are as good as the same.
+    """
+    made_in = self.engine.strategy
+    replicas = strategy.num_replicas_in_sync, made_in.num_replicas_in_sync
+    return strategy is not made_in and max(replicas) > 1
 
   def _setting_lines(self) -> list[str]:
     """Returns the settings as lines, with the groups in force."""
