@@ -241,7 +241,7 @@ def values_of_group(
   all generators are removed from `state`.
   """
   for entry in state.entries:
-    if entry.owned and entry.owned.groups.group_size > 1:
+    if entry.division and entry.division.groups.group_size > 1:
       raise CheckpointError(
         f"`model` has `{entry.name}`, whose rows replicas divide. Create and"
         " build it outside `strategy.scope()`; nothing was changed."
@@ -503,14 +503,14 @@ def values_here(
       places = [state.member(entry, r) for r in own]
       saved[index] = _arrays(file, entry, group, places)
     arrays = saved[index]
-    has_mean = not entry.owned and group_state.has_mean(entry.variable)
+    has_mean = not entry.division and group_state.has_mean(entry.variable)
     if average_members and has_mean:
       values.append(group_models.merged(entry, list(arrays.values())))
       continue
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = (
-    replica_values.strategy_of(entry.variable) is None and not entry.owned
+    replica_values.strategy_of(entry.variable) is None and not entry.division
   )
   if exists_once and not replica_values.are_alike(values):
     raise CheckpointError(
@@ -534,8 +534,8 @@ def _arrays(
   Raises:
     CheckpointError: If shape or dtype do not fit the variable.
   """
-  if entry.owned or entry.name in file.about.get("owned_rows", {}):
-    return _parts(file, entry, group, places if entry.owned else (0,))
+  if entry.division or entry.name in file.about.get("owned_rows", {}):
+    return _parts(file, entry, group, places if entry.division else (0,))
   size = len(file.about["group_assignment"][0])
   keys = {j: group_state.key(entry.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
@@ -559,7 +559,7 @@ def _parts(
       row i of the table           ─▶  part i % n in the program, row i // n
   """
   # A table that is not divided is its only part.
-  n = entry.owned.groups.group_size if entry.owned else 1
+  n = entry.division.groups.group_size if entry.division else 1
   m = len(file.about["group_assignment"][0])
   rows = file.about.get("owned_rows", {}).get(entry.name)
   keys = [group_state.key(entry.name, group, j) for j in range(m)]

@@ -57,7 +57,7 @@ class Entry(NamedTuple):
   is_new: bool = False
 
   @property
-  def owned(self) -> divided_rows.DividedRows | None:
+  def division(self) -> divided_rows.DividedRows | None:
     """How members divide the rows of the variable, or None."""
     return divided_rows.of(self.variable)
 
@@ -65,7 +65,7 @@ class Entry(NamedTuple):
   def shape(self) -> tf.TensorShape:
     """The shape of the variable; of the whole table if rows are divided."""
     shape = tf.TensorShape(self.variable.shape)
-    return shape if self.owned is None else [self.owned.rows] + shape[1:]
+    return shape if self.division is None else [self.division.rows] + shape[1:]
 
   @property
   def kind(self) -> str:
@@ -178,8 +178,10 @@ class GroupState:
     differing = []
     # Each member holds different rows of a divided table, even if the bits of
     # these rows are equal.
-    divided = {entry.name for entry in self.entries if entry.owned is not None}
-    compared = [entry for entry in self.entries if entry.owned is None]
+    divided = {
+      entry.name for entry in self.entries if entry.division is not None
+    }
+    compared = [entry for entry in self.entries if entry.division is None]
     digests = self.copies.digests([entry.variable for entry in compared])
     for entry, of_replica in zip(compared, digests, strict=True):
       for index, members in enumerate(self.groups):
@@ -197,7 +199,7 @@ class GroupState:
     """Returns the number of a replica among the members of its group."""
     members = self.groups.assignment[self.groups.index_of(replica)]
     # The rows of a divided table belong to places in ascending order.
-    return (sorted(members) if entry.owned else list(members)).index(replica)
+    return (sorted(members) if entry.division else list(members)).index(replica)
 
   def arrays(
     self,
@@ -222,7 +224,7 @@ class GroupState:
     arrays: dict[str, Any] = {}
     replicas = engine.replicas_here if own else range(engine.num_replicas)
     for entry in self.entries:
-      is_in_blocks = in_blocks and entry.owned is not None
+      is_in_blocks = in_blocks and entry.division is not None
       if is_in_blocks:
         values: list[Any] = [self._blocks(entry, r, own) for r in replicas]
       elif own:
@@ -290,7 +292,9 @@ class GroupState:
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [entry.name for entry in self.entries],
-      "owned_rows": {p.name: p.owned.rows for p in self.entries if p.owned},
+      "owned_rows": {
+        p.name: p.division.rows for p in self.entries if p.division
+      },
       **({} if values is None else own),
     }
 
@@ -413,10 +417,10 @@ def read_whole(
 
   The rows of a divided table are joined into one array.
   """
-  if entry.owned is None:
+  if entry.division is None:
     return copies.read(entry.variable, members)
   parts = copies.read(entry.variable, sorted(members))
-  return [divided_rows.join(parts, entry.owned.rows)]
+  return [divided_rows.join(parts, entry.division.rows)]
 
 
 def _is_shared(variable: Any, otherwise: Any) -> bool:

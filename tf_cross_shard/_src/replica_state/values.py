@@ -125,7 +125,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   if slots:
     chosen += _slots(state.optimizer, chosen)
   if state.groups.num_groups > 1 and any(
-    entry.owned for entry in state.entries
+    entry.division for entry in state.entries
   ):
     raise ValueError(
       "`model` has a ShardedEmbedding, whose tables of several groups cannot"
