@@ -247,7 +247,7 @@ def measure_workers() -> Rows:
 
 
 def measure_files_here() -> Rows:
-  """Measures save and restore on this worker, one of two."""
+  """Measures the memory and the time of save and restore on one worker."""
   strategy = multi_worker.MultiWorkerStrategy()
   rows, found = max(map(int, _ROWS.value)), []
   for name in _OPTIMIZERS.value:

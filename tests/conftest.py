@@ -135,7 +135,7 @@ def _same_seed() -> None:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-  """Returns a list, which receives the warnings that a test logs."""
+  """Collects the warnings that a test logs."""
   lines: list[str] = []
   monkeypatch.setattr(
     logging, "warning", lambda text, *args: lines.append(text % args)

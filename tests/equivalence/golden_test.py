@@ -26,7 +26,7 @@ def test_a_program_computes_the_recorded_numbers(name: str) -> None:
 
 
 def _scale(label: str, recorded: dict[str, list[float]]) -> float:
-  """Returns the number that the bound of a recorded number is relative to.
+  """Returns the size of a recorded number, which its bound multiplies.
 
   For a loss, this is the largest loss. If the error of the weights w is at most
   b |w|, then the sum of squares is off by at most 2 b |w|^2. The sum of w may

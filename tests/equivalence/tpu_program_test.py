@@ -17,7 +17,7 @@ def _compile(
   make_optimizer: Callable[[], Any],
   make_model: Callable[[], Any] = tpu_tasks.dense,
 ) -> tuple[virtual_tpu.Report, int]:
-  """Returns the report on a training step, and its bytes of gradients."""
+  """Compiles a step; returns the report, and the bytes of its gradients."""
   strategy = testbed.virtual(TOPOLOGIES[topology])
   with strategy.scope():
     model = make_model()

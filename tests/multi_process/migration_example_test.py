@@ -50,9 +50,10 @@ def losses_in(output: str) -> dict[int, float]:
 def trained(
   tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[int, float]]:
-  """Returns a folder with a checkpoint of `before.py`, and later losses.
+  """Runs `before.py`; returns its folder, and the losses that follow.
 
-  These are the losses of `before.py` when it continues from that checkpoint.
+  The folder has a checkpoint. The losses are those of `before.py` when it
+  continues from this checkpoint.
   """
   folder = tmp_path_factory.mktemp("checkpoint")
   first = before(folder, CONVERTED_AT)

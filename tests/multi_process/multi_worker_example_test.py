@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 def read_table(output: str) -> list[Row]:
-  """Returns the rows of the only table in `output`."""
+  """Parses the rows of the table that the first worker prints."""
   found = re.findall(
     r"^(?:\[worker 0\] )?(\d+) +(\d+) +([\d.]+)% +[\d.]+ +([0-9a-f]{8})$",
     output,

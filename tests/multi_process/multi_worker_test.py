@@ -84,7 +84,7 @@ def _held(launches: Launches, launch: str, key: cases.Key) -> list[Any]:
 def _given(
   function: str, kind: str, members: Sequence[int]
 ) -> list[list[np.ndarray]]:
-  """Returns each member's gradients of each variable; sparse ones as dense."""
+  """Returns the gradients of each member, by variable, all of them dense."""
   each = []
   for member in members:
     if function == "sparse_sum":

@@ -46,7 +46,7 @@ _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 class Encapsulation:
-  """Encapsulates every new optimizer, and counts the optimizers.
+  """Wraps every optimizer that Keras' tests create, and counts them.
 
   Attributes:
     made: The number of optimizers that were encapsulated since the last test

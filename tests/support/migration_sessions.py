@@ -112,7 +112,7 @@ class Sessions:
     with_step: bool = True,
     scope: str = "",
   ) -> None:
-    """Creates the graph, and calls `make` in `scope` for the optimizer."""
+    """Creates the graph; `make` creates the optimizer inside `scope`."""
     rng = np.random.default_rng(1)
     self._graph = tf.Graph()
     with self._graph.as_default():
@@ -233,5 +233,5 @@ def plain(name: str, library: Any = None, **settings: Any) -> Any:
 
 
 def largest(first: Sequence[float], second: Sequence[float]) -> float:
-  """Returns the largest difference between numbers at the same index."""
+  """Returns the largest absolute difference of two lists, by element."""
   return float(np.abs(np.subtract(first, second)).max())

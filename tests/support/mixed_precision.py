@@ -231,7 +231,7 @@ def _step_with_tape(
 ) -> None:
   """Takes a step with our optimizer or with plain Keras.
 
-  The loss is scaled in the way that the documentation of the Keras describes.
+  The loss is scaled as the documentation of each Keras version describes.
   """
   is_scaled_by_tf_keras = cell.kind != "keras" and cell.scale is not None
   with tf.GradientTape() as tape:

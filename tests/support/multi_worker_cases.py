@@ -213,7 +213,7 @@ def sharded(
   shard_update: str = "elementwise",
   scatter_bytes: int = 1 << 20,
 ) -> list[np.ndarray]:
-  """Takes three steps. Also checks the shapes of this replica's slots.
+  """Trains for three steps, and checks the shapes of this replica's slots.
 
   Before the last step, the state is saved and loaded into a new optimizer.
   """

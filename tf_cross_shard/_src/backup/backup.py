@@ -60,12 +60,11 @@ class BackupAndRestore(group_callback.GroupCallback):
   epoch also holds the position in the data and the metrics so far, and `fit`
   resumes with the next batch. To do this, `fit` reads the epoch from the
   beginning and skips the batches that are done, so the data must come in the
-  same order
-  again: pass `shuffle=False` with arrays, or a dataset that does not shuffle or
-  uses `shuffle(..., seed=0, reshuffle_each_iteration=False)`. `fit` shuffles
-  arrays by default, and the position of its random numbers is not saved. You
-  get a warning if the order of arrays matters. The order of a dataset cannot be
-  seen from outside.
+  same order again: pass `shuffle=False` with arrays, or a dataset that does not
+  shuffle or uses `shuffle(..., seed=0, reshuffle_each_iteration=False)`. `fit`
+  shuffles arrays by default, and the position of its random numbers is not
+  saved. You get a warning if the order of arrays matters. The order of
+  a dataset cannot be seen from outside.
 
   >>> import tempfile
   >>> import numpy as np

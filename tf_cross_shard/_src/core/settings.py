@@ -266,7 +266,7 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
 
 
 def required_groups(group_assignment: Any) -> groups_lib.Groups:
-  """Returns the same, but raises `ValueError` for None."""
+  """Returns groups as `as_groups` does; raises `ValueError` for None."""
   return as_groups(group_assignment) or groups_lib.Groups(group_assignment)
 
 

@@ -164,7 +164,7 @@ class Mirrored(collective_engine.CollectiveEngine):
     return self._sum(tensors, _add_widened)
 
   def _caller(self) -> tuple[groups_lib.Groups, int, str]:
-    """Returns the same. Raises `ValueError` if a device is missing.
+    """Returns the caller, or raises `ValueError` if a device is missing.
 
     If devices do not exist, TensorFlow places several replicas on one device,
     and runs the replicas one after the other. A collective would hang there.

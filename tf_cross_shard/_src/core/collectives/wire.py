@@ -48,9 +48,9 @@ class Wire:
       dtype: The dtype to which wider gradients are rounded before they are
         sent. None for exact sums.
       scale: A function that returns the number by which gradients are
-        multiplied while they are sent, or None for no number. The number keeps
-        small gradients from being rounded to 0 in float16. Pass None to send
-        gradients as they are. A power of two causes no rounding.
+        multiplied while they are sent, so that small gradients are not rounded
+        to 0 in float16. A power of two causes no rounding. None sends gradients
+        as they are, and so does a function that returns None.
     """
     self._engine = engine
     self._dtype = dtype

@@ -139,8 +139,8 @@ def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
 
   Returns:
     A list of variables that are 0 at the start of a window and may differ
-    between the members of a group, and a list of
-    `(counter, k)`; `counter % k == 0` at the start of a window.
+    between the members of a group, and a list of `(counter, k)`;
+    `counter % k == 0` at the start of a window.
   """
   sums: list[Any] = []
   counts = []

@@ -128,6 +128,5 @@ def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
     raise ValueError(
       f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
       f" {own!r}. With 0, Keras does not create the slots or operations that"
-      " the other values need."
-      " Create `opt` with one of the nonzero numbers."
+      " the other values need. Create `opt` with one of the nonzero numbers."
     )
