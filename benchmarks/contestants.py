@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard._src.core.collectives import engine as engine_lib
-from tf_cross_shard._src.core.collectives import mirrored
 from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.reduce import mirrored
 
 KERAS, OURS, GROUPED = "plain Keras", "ours", "ours, grouped"
 _PARAMETERS = 12_000_000

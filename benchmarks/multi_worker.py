@@ -46,9 +46,9 @@ from absl import app, flags, logging
 import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import multi_worker
-from tf_cross_shard._src.core import collectives
-from tf_cross_shard._src.core.collectives import multi_worker as engines
-from tf_cross_shard._src.core.collectives import wire as wire_lib
+from tf_cross_shard._src.core import reduce
+from tf_cross_shard._src.core.reduce import multi_worker as engines
+from tf_cross_shard._src.core.reduce import wire as wire_lib
 
 _WORKERS = flags.DEFINE_list(
   "workers", ["2", "4"], "Numbers of workers to measure, each at most 8."
@@ -152,7 +152,7 @@ def measure_reduction(
   def ours(
     groups: groups_lib.Groups, wire_dtype: tf.DType | None = None
   ) -> _Case:
-    engine = collectives.for_strategy(strategy, groups)
+    engine = reduce.for_strategy(strategy, groups)
     return (
       lambda grads: wire_lib.Wire(engine, wire_dtype).sum(grads)[0],
       groups,
@@ -181,7 +181,7 @@ def measure_reduction(
 
 def measure_watch(strategy: tf.distribute.Strategy) -> list[timing.Row]:
   """Measures what `stall_watch`, which finds stuck workers, adds to a sum."""
-  engine = collectives.for_strategy(strategy)
+  engine = reduce.for_strategy(strategy)
   assert isinstance(engine, engines.MultiWorker)
   rows: list[timing.Row] = []
   for part, (tensors, size) in {
@@ -208,7 +208,7 @@ def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
   """Measures the reduction with several bucket sizes and numbers of chains."""
   part = next(iter(peers.BUFFERS))
   tensors, size = peers.BUFFERS[part]
-  engine = collectives.for_strategy(strategy)
+  engine = reduce.for_strategy(strategy)
   assert isinstance(engine, engines.MultiWorker)
   groups = engine.groups
   grads = Gradients(tensors, size, _replica(strategy))

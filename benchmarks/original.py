@@ -6,7 +6,7 @@ While a step is traced, both are replaced: the virtual TPU's strategy sums, and
 provides the number. Nothing else of the original is replaced.
 
 The original is older than `tf.distribute`. Under a strategy, the optimizer that
-it encapsulates sums over all replicas a second time, so that a mean becomes a
+it wraps sums over all replicas a second time, so that a mean becomes a
 sum and groups have no effect. The argument `skip_gradients_aggregation=True`
 prevents that. The original does not pass it; this module does.
 """

@@ -33,8 +33,8 @@ import timing
 from absl import app, flags
 
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard._src.core import collectives
-from tf_cross_shard._src.core.collectives import mirrored, wire
+from tf_cross_shard._src.core import reduce
+from tf_cross_shard._src.core.reduce import mirrored, wire
 
 _OPTIMIZER = flags.DEFINE_enum(
   "optimizer", "adam", ["adam", "sgd"], "The optimizer that is compared."
@@ -73,7 +73,7 @@ def measure_reduction(
 
   def ours(group_size: int) -> contestants.Reducer:
     groups = groups_lib.contiguous(replicas, group_size)
-    engine = collectives.for_strategy(strategy, groups)
+    engine = reduce.for_strategy(strategy, groups)
     return lambda values: wire.Wire(engine).sum(values)[0]
 
   reducers = {

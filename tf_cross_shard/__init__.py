@@ -37,7 +37,7 @@ from tf_cross_shard import (
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src import core as _core
 from tf_cross_shard._src.compiled_gradients import compiled_gradients
-from tf_cross_shard._src.core.wrapper import saving as _saving
+from tf_cross_shard._src.core.outer import saving as _saving
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group

@@ -38,7 +38,7 @@ machine.
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.backup.backup import BackupAndRestore
 from tf_cross_shard._src.backup.backup_files import newest_common
-from tf_cross_shard._src.core.coordination.errors import (
+from tf_cross_shard._src.core.workers.errors import (
   DisagreementError,
   MissingWorkerError,
   WorkerLostError,

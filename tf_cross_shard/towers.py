@@ -32,7 +32,7 @@ of the losses `w * 1` and `w * 2`, the gradient is 3:
 
 `TowerOptimizer` itself is `tf_cross_shard.TowerOptimizer`, or the class in
 `tf_cross_shard.keras3` or `tf_cross_shard.tf_keras`. Outside towers it
-behaves like the optimizer that it encapsulates.
+behaves like the optimizer that it wraps.
 """
 
 from tf_cross_shard._src import catalogue as _catalogue

@@ -122,7 +122,7 @@ else
   ensure_environment cpu test tf-keras virtual-tpu
   gpu="no GPU: four logical CPUs"
   slow=(-m "not slow and not nightly")
-  sharded=(tests/unit/core/update/sharded_update_test.py
+  sharded=(tests/unit/core/update/sharded_test.py
     -k "numbers_of_plain_keras or rows_and")
   measured=(--rounds=3 --steps=10 "--networks=3 dense layers of 64,small CNN")
 fi
@@ -134,7 +134,7 @@ rows=()
 failed=0
 core=tests/unit/core
 run_tests "reduction" $core/collectives/{engine,mirrored,wire_dtype}_test.py
-run_tests "kernels and fused update" $core/encapsulated/fused_update_test.py
+run_tests "kernels and fused update" $core/wrapped/fused_update_test.py
 run_tests "groups" tests/equivalence/contract_test.py
 run_tests "mixed precision" tests/equivalence/mixed_precision_test.py
 run_tests "embedding rows" $core/update/embedding_tables_test.py

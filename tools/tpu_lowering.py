@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from tf_cross_shard import Groups
-from tf_cross_shard._src.core.collectives import tpu
+from tf_cross_shard._src.core.reduce import one_program
 from tf_cross_shard._src.virtual_tpu import hlo, replica_context
 
 GROUPINGS = [
@@ -52,7 +52,7 @@ def reductions(module: bytes) -> list[tuple[str, int]]:
 
 def compare(dtype: tf.DType, groups: Groups) -> str:
   """The word "same", or both operations."""
-  engine = tpu.TPU(tf.distribute.get_strategy(), groups)
+  engine = one_program.TPU(tf.distribute.get_strategy(), groups)
   table = groups.to_lists()
   real = lower(lambda x: engine.all_reduce_sum([x])[0], dtype)
   virtual = lower(lambda x: replica_context.cross_replica_sum(x, table), dtype)
@@ -68,7 +68,7 @@ def main() -> int:
   """Compares every dtype in every grouping; 1 if one differs."""
   verdicts = []
   # Of float64 the virtual TPU gathers all terms: its operation takes none.
-  dtypes = [dtype for dtype in tpu.DTYPES if dtype != tf.float64]
+  dtypes = [dtype for dtype in one_program.DTYPES if dtype != tf.float64]
   for dtype, table in itertools.product(dtypes, GROUPINGS):
     verdicts.append(compare(dtype, Groups(table)))
     print(f"{dtype.name:9}{re.sub(' ', '', str(table)):40}{verdicts[-1]}")

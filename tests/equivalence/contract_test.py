@@ -1,4 +1,4 @@
-"""Runs the optimizer contract on plain Keras and on encapsulated optimizers."""
+"""Runs the optimizer contract on plain Keras and on wrapped optimizers."""
 
 import copy
 import importlib

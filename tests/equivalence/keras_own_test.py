@@ -1,8 +1,8 @@
-"""Keras' own tests of its optimizers pass when every optimizer is encapsulated.
+"""Keras' own tests of its optimizers pass when every optimizer is wrapped.
 
 The wheel of Keras 3.15 contains these tests. The wheels of older versions and
 of tf_keras do not. They run in a process of their own; see
-`tests.support.encapsulating`.
+`tests.support.wrapping`.
 """
 
 import collections
@@ -18,7 +18,7 @@ import keras
 import pytest
 from packaging import version
 
-from tests.support import encapsulating
+from tests.support import wrapping
 
 KERAS = pathlib.Path(keras.__file__).parent
 
@@ -70,12 +70,12 @@ def _files() -> list[pathlib.Path]:
 
 
 def _run() -> dict[str, Any]:
-  """Runs Keras' tests, encapsulated; returns {"outcome": ..., "made": ...}."""
+  """Runs Keras' tests, wrapped; returns {"outcome": ..., "made": ...}."""
   with tempfile.TemporaryDirectory() as folder:
     report = pathlib.Path(folder, "report.json")
     command = [
       *(sys.executable, "-m", "pytest", "-q", "--tb=short"),
-      *("-p", encapsulating.__name__, f"--encapsulation-report={report}"),
+      *("-p", wrapping.__name__, f"--encapsulation-report={report}"),
       # Use no pytest settings of this project, and write no files next to
       # Keras.
       *("-c", os.devnull, "--rootdir", str(KERAS.parent)),
@@ -120,7 +120,7 @@ def test_keras_own_tests_pass() -> None:
   made = collections.Counter[str]()
   for name, test in tests.items():
     made[name.split("::")[0]] += test["made"]
-  assert all(made.values()), f"nothing was encapsulated in one of {made}"
+  assert all(made.values()), f"nothing was wrapped in one of {made}"
   if IS_LISTED_FOR:
     assert set(failed) == set(CANNOT_PASS)
     passed = [test for test in tests.values() if test["outcome"] == "passed"]

@@ -116,13 +116,13 @@ class Case:
 
   Attributes:
     keras: The Keras of the model and the optimizer.
-    opt: Makes the encapsulated optimizer.
+    opt: Makes the wrapped optimizer.
     layers: Makes the layers of the model.
     arguments: Arguments of the CrossShardOptimizer other than its groups.
     removed: Arguments that only the old version has.
     groups: The `group_assignment`.
     replicas: 1 is a training without a strategy.
-    kind: The class that encapsulates `opt`.
+    kind: The class that wraps `opt`.
     around: Makes an optimizer around the CrossShardOptimizer.
     outer: Arguments of an `OuterOptimizer` that synchronizes the groups; or
       None.

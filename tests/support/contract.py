@@ -1,8 +1,8 @@
-"""Assertions that hold for every optimizer, encapsulated or plain.
+"""Assertions that hold for every optimizer, wrapped or plain.
 
 Subclasses of `OptimizerContract` run its assertions: one subclass on plain
 Keras, which shows that the assertions hold for an ordinary optimizer, and one
-for each way to encapsulate an optimizer.
+for each way to wrap an optimizer.
 """
 
 import importlib

@@ -15,9 +15,10 @@ from unittest import mock
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import description, variables
-from tf_cross_shard._src.core.collectives import collective_ops
-from tf_cross_shard._src.core.step import flow
+from tf_cross_shard._src.core import describe as describe_lib
+from tf_cross_shard._src.core import step as step_lib
+from tf_cross_shard._src.core import variables
+from tf_cross_shard._src.core.reduce import collective_ops
 
 _COLLECTIVES = "Collective"
 _KERNELS = "ResourceApply"
@@ -29,7 +30,7 @@ _Row = dict[str, Any]  # Of `describe().rows()`.
 class Traced(NamedTuple):
   """A traced function that calls an optimizer: its step, and the graph."""
 
-  step: flow.StepPipeline
+  step: step_lib.StepPipeline
   graph: Any
 
 
@@ -40,9 +41,9 @@ def recorded() -> Iterator[list[Traced]]:
   When the context ends, the traced functions are added to the list.
   """
   graphs: dict[Traced, None] = {}
-  plain = flow.StepPipeline.perform
+  plain = step_lib.StepPipeline.perform
 
-  def perform(step: flow.StepPipeline, call: flow.Call) -> tf.Tensor:
+  def perform(step: step_lib.StepPipeline, call: step_lib.Call) -> tf.Tensor:
     if tf.inside_function():
       graphs[Traced(step, collective_ops.outermost_function())] = None
       # TensorFlow may trace a loop or a first step twice, and keep one of
@@ -51,7 +52,7 @@ def recorded() -> Iterator[list[Traced]]:
     return plain(step, call)
 
   traced: list[Traced] = []
-  with mock.patch.object(flow.StepPipeline, "perform", perform):
+  with mock.patch.object(step_lib.StepPipeline, "perform", perform):
     yield traced
   traced += graphs
 
@@ -64,8 +65,8 @@ def check(traced: Traced, gradients: Mapping[int, bool]) -> None:
     gradients: The `id` of each TensorFlow variable that has a gradient, and
       whether this gradient is row-sparse although `describe` cannot know this.
   """
-  content = description.describe(traced.step, "").to_dict()
-  state = traced.step.context.encapsulated.state.unsharded
+  content = describe_lib.describe(traced.step, "").to_dict()
+  state = traced.step.context.inner.state.unsharded
   keys = [id(variables.native(v)) for v in state.trainable_variables]
   pairs = list(zip(keys, content["variables"], strict=True))
   rows = [row for key, row in pairs if key in gradients]
@@ -125,7 +126,7 @@ def _check_sums(
   graph: _Graph,
   rows: Sequence[_Row],
   known: Sequence[_Row],
-  step: flow.StepPipeline,
+  step: step_lib.StepPipeline,
   content: dict[str, Any],
 ) -> None:
   """Checks which operations sum, and how many bytes each replica sends."""

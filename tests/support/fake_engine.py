@@ -23,10 +23,10 @@ from tests.support import testbed
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard._src.core import context
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.collectives import engine as engine_lib
+from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.keras3 import adapter
-from tf_cross_shard._src.core.step import flow
+from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.tf_keras import adapter as tf_keras_adapter
 
 PAIRS = groups_lib.Groups([[0, 2], [1, 3]])
@@ -157,7 +157,7 @@ class Replica:
 
   Attributes:
     variables: The variables that the replica trains.
-    opt: The encapsulated optimizer.
+    opt: The wrapped optimizer.
     step: All stages.
     engine: The engine of the replica.
   """
@@ -177,12 +177,14 @@ class Replica:
     self.inner = home.adapter(opt)
     checked = settings_lib.Settings(reduction, **settings)
     self.inner.fuse(checked.fused_update)
-    self.step = flow.StepPipeline(context.Context(checked, self.inner, engine))
+    self.step = step_lib.StepPipeline(
+      context.Context(checked, self.inner, engine)
+    )
     self.step.build(self.variables)
 
   def apply(self, grads: Sequence[Any], **options: Any) -> None:
     """Takes one step, or one call of a window."""
-    self.step.perform(flow.Call(list(grads), self.variables, **options))
+    self.step.perform(step_lib.Call(list(grads), self.variables, **options))
 
   @property
   def values(self) -> list[np.ndarray]:

@@ -17,8 +17,8 @@ import tensorflow as tf
 from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state, trials
 from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.collectives import multi_worker as engines
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core.reduce import multi_worker as engines
+from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback
 
 Key = tuple[str, ...]

@@ -21,7 +21,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard._src.backup import preemption
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard.multi_worker import BackupAndRestore, naming_lost_workers
 

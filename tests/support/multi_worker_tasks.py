@@ -23,7 +23,7 @@ from tests.support import (
   table_tasks,
 )
 from tf_cross_shard import multi_worker
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core.workers import agreement
 
 
 def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:

@@ -17,8 +17,8 @@ import tensorflow as tf
 from tests.support import described_steps, testbed, training
 from tf_cross_shard import CrossShardOptimizer, replica_state, schedules
 from tf_cross_shard._src.core import components, variables
-from tf_cross_shard._src.core.collectives import mirrored
 from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.reduce import mirrored
 
 REPLICAS = testbed.REPLICAS
 STEPS = 3
@@ -80,7 +80,7 @@ class Program(NamedTuple):
   way: str
   mode: str
   optimizer: str
-  settings: dict[str, Any]  # arguments of the encapsulated optimizer
+  settings: dict[str, Any]  # arguments of the wrapped optimizer
   decays: bool  # whether its learning rate is a schedule
   is_per_group: bool  # whether every second group's learning rate is half
   excluded: list[str]  # kinds of variables without weight decay
@@ -132,7 +132,7 @@ class _Dice:
 
 
 def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
-  """Draws the arguments of the encapsulated optimizer."""
+  """Draws the arguments of the wrapped optimizer."""
   settings: dict[str, Any] = dict(OPTIMIZERS[name])
   settings["learning_rate"] = 0.5 if is_exact else 0.0625
   if name in ("SGD", "RMSprop") and dice.chance(0.6):
@@ -429,7 +429,7 @@ def _rate_of(program: Program, group: int) -> Any:
 
 
 def make_optimizer(program: Program, group: int | None = None) -> Any:
-  """Returns the optimizer to encapsulate.
+  """Returns the optimizer to wrap.
 
   If `group` is given, returns the optimizer of plain Keras for this group.
   """

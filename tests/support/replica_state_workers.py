@@ -15,7 +15,7 @@ import tensorflow as tf
 from tests.support import multi_worker_cases, multi_worker_faults
 from tests.support import replica_state_cases as cases
 from tf_cross_shard import CrossShardOptimizer, replica_state
-from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.replica_state import archive
 
 # Of other dtypes TensorFlow makes no variables under this strategy.
@@ -108,7 +108,7 @@ def in_parts(worker: Worker) -> Any:
     with worker.strategy.scope():
       long = tf.Variable(np.zeros(size, "float16"), trainable=False)
     worker.spread(long, lambda r, n=size: np.arange(n, dtype="float16") + r)
-    with mock.patch.object(replica_values, "_MOST_WORDS", 64):
+    with mock.patch.object(replicas_lib, "_MOST_WORDS", 64):
       found.append([each.tolist() for each in replica_state.values(long)])
   return found
 

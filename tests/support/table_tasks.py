@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.support import multi_worker_cases, multi_worker_faults, tables
 from tf_cross_shard import CrossShardOptimizer, callbacks, layers, replica_state
-from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.layers import row_exchange
 from tf_cross_shard._src.replica_state import archive, group_state
 
@@ -58,7 +58,7 @@ def run(strategy: Any, folder: pathlib.Path) -> dict[Any, Any]:
       lambda: layer.export(folder / "served")
     )
   # Blocks of 2 rows.
-  with mock.patch.object(replica_values, "_MOST_WORDS", 4):
+  with mock.patch.object(replicas_lib, "_MOST_WORDS", 4):
     replica_state.save(folder / "state", *state)
     found["full disk"] = _save_on_a_full_disk(folder / "state", state)
   # What `BackupAndRestore` writes: each worker the rows of its own members.

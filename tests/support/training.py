@@ -211,7 +211,7 @@ def build(
   """Returns weights, and a built optimizer that sums gradients over groups.
 
   `make` is called with the Keras module, and returns the optimizer to
-  encapsulate.
+  wrap.
   """
   library, package = KERASES[which]
   with (strategy or testbed.mirrored()).scope():

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import validation
+from tf_cross_shard._src.core import validation
 
 try:
   from tensorflow.python.data.ops import debug_mode

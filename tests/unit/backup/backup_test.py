@@ -28,8 +28,8 @@ from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import callbacks, multi_worker, replica_state
 from tf_cross_shard._src.backup import preemption
-from tf_cross_shard._src.core.collectives import replica_values
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 
@@ -256,7 +256,7 @@ def test_workers_compare_about_once_a_second(
       rows.append(own[0].tolist())
       return [np.array([0, 0, 2 * own[0][2]]), *own]
 
-  monkeypatch.setattr(replica_values, "Copies", lambda _: Copies())
+  monkeypatch.setattr(replicas_lib, "Copies", lambda _: Copies())
   monkeypatch.setattr(time, "monotonic", lambda: now[0])
   watch = preemption.PreemptionMonitor(False, 60.0)
   watch.begin(tf.distribute.get_strategy())

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.support import testbed, training
 from tests.support.tables import IDS, TABLE, make, take_steps, whole
 from tf_cross_shard import CrossShardOptimizer, layers, replica_state
-from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 
 
 def strategy_of(replicas: int) -> Any:
@@ -95,7 +95,7 @@ def test_files_are_written_and_read_in_blocks(
       optimizer.build(layer.trainable_variables)
     if function is replica_state.save:
       layer.set_weights([table])
-    with mock.patch.object(replica_values, "_MOST_WORDS", 1 << 12):
+    with mock.patch.object(replicas_lib, "_MOST_WORDS", 1 << 12):
       tracemalloc.start()
       function(path, *state_of(layer, optimizer))
       peaks.append(tracemalloc.get_traced_memory()[1] / size)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tf_cross_shard import multi_worker
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core.workers import agreement
 
 STRATEGY = tf.distribute.get_strategy()
 

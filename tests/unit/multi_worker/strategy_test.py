@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, multi_worker
-from tf_cross_shard._src.core.coordination import agreement
+from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.multi_worker import strategy
 
 # Nothing connects to them.

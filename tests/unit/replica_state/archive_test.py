@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.replica_state import archive
 
 DTYPES = (
@@ -79,7 +79,7 @@ def test_blocks_give_the_same_file(
   with (
     archive.reading(tmp_path / "a") as one,
     archive.reading(tmp_path / "b") as other,
-    mock.patch.object(replica_values, "_MOST_WORDS", 4),  # 16 bytes
+    mock.patch.object(replicas_lib, "_MOST_WORDS", 4),  # 16 bytes
   ):
     assert one.checksum == other.checksum
     found = other.in_blocks("x/y")

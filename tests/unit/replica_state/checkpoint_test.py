@@ -23,7 +23,7 @@ from tf_cross_shard import (
   replica_state,
   tf_keras,
 )
-from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.replica_state import archive
 
 
@@ -289,7 +289,7 @@ def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
     ("a", optimizer, weights),
     ("b", trained.optimizer, trained.model),
   ):
-    strategy = replica_values.strategy_of(right.iterations)
+    strategy = replicas_lib.strategy_of(right.iterations)
     assert strategy is not None
     with strategy.scope():
       momentum = tf.keras.optimizers.SGD(0.5, momentum=0.5)

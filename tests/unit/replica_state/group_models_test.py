@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.support import replica_state_cases as cases
 from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer, replica_state
-from tf_cross_shard._src.core.encapsulated import optimizer_state
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import group_state
 
 N = testbed.REPLICAS
@@ -361,7 +361,7 @@ def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   kernel = model.trainable_variables[0]
   assert len({value.tobytes() for value in replica_state.values(kernel)}) == 1
   assert said == []
-  [watch] = optimizer_state.group_warnings_of(optimizer)
+  [watch] = names_lib.group_warnings_of(optimizer)
   for notice in (
     lambda: replica_state.load_group(1, optimizer, model),
     lambda: replica_state.ensemble(optimizer, model),

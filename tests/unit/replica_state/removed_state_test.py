@@ -11,7 +11,7 @@ import tf_keras
 from tests.support import islands, testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
-from tf_cross_shard._src.core.encapsulated import keras_private
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.replica_state import archive
 
 # Names in a file of OuterOptimizer(4, fragments=2, delay=3, wire_dtype="int8"),

@@ -1,4 +1,4 @@
-"""TowerOptimizer: its numbers, its methods, and what it encapsulates."""
+"""TowerOptimizer: its numbers, its methods, and what it wraps."""
 
 import pickle
 from typing import Any
@@ -391,7 +391,7 @@ def test_a_loss_scale_within() -> None:
 
 def test_a_loss_scale_around() -> None:
   for within in (sgd(), CrossShardOptimizer("sgd")):
-    with pytest.raises(ValueError, match="must not encapsulate a TowerOptimi"):
+    with pytest.raises(ValueError, match="must not wrap a TowerOptimi"):
       _scaled(TowerOptimizer(within))
   with pytest.raises(ValueError, match=r"'s factor.* innermost: Tow"):
     TowerOptimizer(_scaled(CrossShardOptimizer("sgd")))

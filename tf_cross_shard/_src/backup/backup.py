@@ -23,7 +23,7 @@ import numpy as np
 from absl import logging
 
 from tf_cross_shard._src.backup import backup_files, preemption
-from tf_cross_shard._src.core.internals import keras_private
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import (
   checkpoint,

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core.internals import agreement, errors
+from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard._src.replica_state import paths as paths_lib
 

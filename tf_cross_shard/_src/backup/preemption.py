@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 
 _PAUSE: Final = 1e6  # Microseconds from one comparison of workers to the next.
 # At most this many batches from one comparison to the next: later batches may
@@ -47,7 +47,7 @@ class PreemptionMonitor:
 
   def begin(self, strategy: tf.distribute.Strategy) -> None:
     """Starts to watch, when `fit` begins."""
-    self._copies = replica_values.Copies(strategy)
+    self._copies = replicas_lib.Copies(strategy)
     self._calls = self._last = self._due = 0
     self._compared = self._saved = time.monotonic()
     if self._catches_signal:

@@ -13,7 +13,7 @@ class Components:
   """The objects that do the work of a wrapper.
 
   Attributes:
-    encapsulated: The `encapsulated.Encapsulated` around the user's optimizer.
+    inner: The `wrapped.Inner` around the user's optimizer.
     keras_package: "keras" or "tf_keras".
     checks: The `step.step_checks.StepChecks`; None for towers.
     step: The `step.flow.StepPipeline`; None for towers, and while it is being
@@ -26,7 +26,7 @@ class Components:
       from `build`; None if it was neither unpickled nor built.
   """
 
-  encapsulated: Any
+  inner: Any
   keras_package: str
   checks: Any = None
   step: Any = None

@@ -3,10 +3,8 @@
 import dataclasses
 
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.collectives import engine as engine_lib
-from tf_cross_shard._src.core.encapsulated import (
-  encapsulated as encapsulated_lib,
-)
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,25 +13,25 @@ class Context:
 
   Attributes:
     settings: The arguments of the CrossShardOptimizer.
-    encapsulated: The user's optimizer.
+    inner: The user's optimizer.
     engine: The engine that sums over the groups of replicas.
   """
 
   settings: settings_lib.Settings
-  encapsulated: encapsulated_lib.Encapsulated
+  inner: inner_lib.Inner
   engine: engine_lib.Engine
 
   @property
   def may_skip(self) -> bool:
     """Whether a step may be skipped because of a NaN or an infinity."""
-    return self.settings.skip_nonfinite or self.encapsulated.scaling.is_dynamic
+    return self.settings.skip_nonfinite or self.inner.scaling.is_dynamic
 
 
 class Stage:
   """A stage of a step.
 
   Attributes:
-    context: The settings, the encapsulated optimizer and the engine.
+    context: The settings, the wrapped optimizer and the engine.
       `StepPipeline.replace` gives stages a new context when the user assigns a
       setting.
   """
@@ -48,9 +46,9 @@ class Stage:
     return self.context.settings
 
   @property
-  def encapsulated(self) -> encapsulated_lib.Encapsulated:
+  def inner(self) -> inner_lib.Inner:
     """The user's optimizer."""
-    return self.context.encapsulated
+    return self.context.inner
 
   @property
   def engine(self) -> engine_lib.Engine:

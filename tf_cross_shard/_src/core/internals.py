@@ -1,115 +1,15 @@
-"""The interface of the core for the other folders of `_src` (satellites).
-
-A satellite imports this module and no other module of the core. The only
-exceptions are `towers/keras3.py` and `towers/tf_keras.py`, which also import
-the core's classes for their Keras.
-
-The interface has two parts: the modules in `__all__`, with their public names,
-and functions that take a CrossShardOptimizer and return objects that are
-private to its class.
-"""
+"""Functions of a CrossShardOptimizer that satellites use."""
 
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tf_cross_shard._src.core import (
-  collectives,
-  components,
-  divided_rows,
-  group_schedule,
-  groups,
-  settings,
-  validation,
-  variables,
-  versions,
-)
-from tf_cross_shard._src.core.collectives import (
-  collective_ops,
-  is_tpu,
-  replica_values,
-  wire,
-)
-from tf_cross_shard._src.core.coordination import (
-  agreement,
-  errors,
-  key_value_store,
-  stall_watch,
-)
-from tf_cross_shard._src.core.encapsulated import (
-  encapsulated,
-  keras_private,
-  kernels,
-  optimizer_state,
-  overriding,
-  v1_conversion,
-  v1_update,
-)
-from tf_cross_shard._src.core.gradients import (
-  clipping,
-  differentiation,
-  finite,
-  indexed_slices,
-  loss_factor,
-  packing,
-)
-from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
-from tf_cross_shard._src.core.wrapper import forwarding
-
-__all__ = [
-  # Arguments and their validation.
-  "groups",
-  "settings",
-  "validation",
-  "versions",
-  # Variables of TensorFlow and Keras, their names and their values on replicas.
-  "variables",
-  "optimizer_state",
-  "replica_values",
-  "divided_rows",
-  # A value for each group.
-  "group_schedule",
-  # Several workers.
-  "agreement",
-  "collective_ops",
-  "errors",
-  "is_tpu",
-  "key_value_store",
-  "stall_watch",
-  # Collectives, and reading rows of a table.
-  "collectives",
-  "wire",
-  # Gradients.
-  "clipping",
-  "differentiation",
-  "finite",
-  "indexed_slices",
-  "loss_factor",
-  "packing",
-  # Optimizers of Keras and of TensorFlow 1, and their private parts.
-  "CrossShardOptimizer",
-  "encapsulated",
-  "forwarding",
-  "keras_private",
-  "kernels",
-  "overriding",
-  "v1_conversion",
-  "v1_update",
-  # Functions of a CrossShardOptimizer.
-  "attach",
-  "calls_per_step",
-  "check_place",
-  "engine_of",
-  "gradients",
-  "make_variable",
-  "package_of",
-  "slots_of",
-  "state_of",
-]
+from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core.gradients import differentiate
 
 
 def engine_of(optimizer: Any) -> Any:
-  """Returns the `collectives.engine.Engine` of a CrossShardOptimizer."""
+  """Returns the `reduce.engine.Engine` of a CrossShardOptimizer."""
   return _components_of(optimizer).step.context.engine
 
 
@@ -129,8 +29,8 @@ def gradients(
   var_list: Any,
   tape: Any,
   default: str,
-  options: differentiation.GraphOptions,
-) -> differentiation.Pairs:
+  options: differentiate.GraphOptions,
+) -> differentiate.Pairs:
   """Returns this replica's gradients of the scaled loss, not reduced yet.
 
   Args:
@@ -148,8 +48,8 @@ def gradients(
 
 
 def make_variable(optimizer: Any, value: Any, name: str) -> Any:
-  """Creates a trainable variable of the encapsulated optimizer's Keras."""
-  return _components_of(optimizer).encapsulated.make_variable(value, name)
+  """Creates a trainable variable of the wrapped optimizer's Keras."""
+  return _components_of(optimizer).inner.make_variable(value, name)
 
 
 def attach(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -168,11 +68,11 @@ def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
   None for an optimizer that is not a wrapper of this package.
   """
   own = components.components_of(optimizer)
-  return None if own is None else own.encapsulated.state.unsharded.slots
+  return None if own is None else own.inner.state.unsharded.slots
 
 
 def state_of(optimizer: Any) -> Any:
-  """Returns the `encapsulated.state.State` of any Keras optimizer."""
+  """Returns the `inner_lib.state.State` of any Keras optimizer."""
   modules = (kind.__module__ for kind in type(optimizer).__mro__)
   is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
   # Import by name: a Keras 3 optimizer does not need tf_keras, nor the reverse.
@@ -183,7 +83,7 @@ def state_of(optimizer: Any) -> Any:
 
 
 def package_of(optimizer: Any) -> str:
-  """Returns "keras" or "tf_keras": the Keras of the encapsulated optimizer."""
+  """Returns "keras" or "tf_keras": the Keras of the wrapped optimizer."""
   return _components_of(optimizer).keras_package
 
 
@@ -193,6 +93,6 @@ def _components_of(optimizer: Any) -> components.Components:
   if own is None:
     raise TypeError(
       "`optimizer` must be a CrossShardOptimizer; got"
-      f" {type(optimizer).__name__}. Encapsulate it in a CrossShardOptimizer."
+      f" {type(optimizer).__name__}. Wrap it in a CrossShardOptimizer."
     )
   return own

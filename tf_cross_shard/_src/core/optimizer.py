@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import (
-  collectives,
-  components,
-  description,
-  group_schedule,
-  validation,
-)
+from tf_cross_shard._src.core import checks as checks_lib
+from tf_cross_shard._src.core import components, loss_factor, reduce, validation
 from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import describe as describe_lib
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.gradients import differentiation, loss_factor
-from tf_cross_shard._src.core.step import flow, step_checks
-from tf_cross_shard._src.core.wrapper import forwarding
+from tf_cross_shard._src.core import step as step_lib
+from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 if TYPE_CHECKING:
   import numpy.typing as npt
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 # Makes the properties `clipnorm`, `wire_dtype` and so on: one for each field of
 # `settings.Settings`.
 @settings_lib.with_properties
-class CrossShardOptimizer(forwarding.OptimizerWrapper):
+class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   Use it with `model.compile` and `fit`, or in a training loop, on one device or
@@ -180,17 +177,17 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     # All arguments but `opt`: each field of `Settings` has an argument's name.
     settings = settings_lib.Settings.of(locals())
     super().__init__(opt, name=name, **settings.limits)
-    self._encapsulated.fuse(fused_update)
-    engine = collectives.for_strategy(
-      self._encapsulated.strategy, settings.group_assignment
+    self._inner.fuse(fused_update)
+    engine = reduce.for_strategy(
+      self._inner.strategy, settings.group_assignment
     )
-    context = context_lib.Context(settings, self._encapsulated, engine)
-    self._components.checks = step_checks.StepChecks(context)
-    self._components.step = flow.StepPipeline(context)
-    group_schedule.bind(opt, self.groups, self._package)
+    context = context_lib.Context(settings, self._inner, engine)
+    self._components.checks = checks_lib.StepChecks(context)
+    self._components.step = step_lib.StepPipeline(context)
+    per_group_lib.bind(opt, self.groups, self._package)
 
-  learning_rate = group_schedule.bound(
-    forwarding.OptimizerWrapper.learning_rate
+  learning_rate = per_group_lib.bound(
+    wrapper_lib.OptimizerWrapper.learning_rate
   )
 
   @property
@@ -214,7 +211,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     """The groups; one group of all replicas without `group_assignment`."""
     return self._components.checks.engine.groups
 
-  def describe(self) -> description.Description:
+  def describe(self) -> describe_lib.Description:
     """Returns what this optimizer does to each variable in a step.
 
     You can call it anywhere, before or after `build`; it changes nothing. With
@@ -262,7 +259,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
         replica keeps for the variable (a mean if replicas differ).
         `to_dict()["state_bytes"]` also has counters and padding.
     """
-    return description.describe(self._components.step, repr(self))
+    return describe_lib.describe(self._components.step, repr(self))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -301,7 +298,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
-    return self._perform(flow.Call(grads, variables, global_step, name))
+    return self._perform(step_lib.Call(grads, variables, global_step, name))
 
   def build(self, variables: "Iterable[validation.Variable]") -> None:
     """Creates the slots of `opt`.
@@ -319,7 +316,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     trained = list(variables)
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
-    if not self._encapsulated.is_built:
+    if not self._inner.is_built:
       self._components.checks.compare_workers_before_build(trained)
     super().build(trained)
 
@@ -342,7 +339,7 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       ValueError: If `opt` updates all rows in each step.
       RuntimeError: If the optimizer is built.
     """
-    if self._encapsulated.is_built:
+    if self._inner.is_built:
       raise RuntimeError(
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
@@ -360,8 +357,8 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
       var_list: The variables.
     """
     step = self._components.step
-    is_sharded = step.context.encapsulated.state.whole is not None
-    step.warnings.end_fit(is_sharded and bool(self._encapsulated.averages))
+    is_sharded = step.context.inner.state.whole is not None
+    step.warnings.end_fit(is_sharded and bool(self._inner.averages))
     step.update.write_averages(var_list)
 
   def _gradients(
@@ -370,27 +367,27 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     var_list: Any,
     tape: tf.GradientTape | None,
     default: str,
-    options: differentiation.GraphOptions,
-  ) -> differentiation.Pairs:
+    options: differentiate.GraphOptions,
+  ) -> differentiate.Pairs:
     """Returns this replica's gradients of the scaled loss."""
     self._components.checks.check_place()
     return self._components.step.differentiate(
       loss, var_list, tape, default, options
     )
 
-  def _perform(self, call: flow.Call) -> Any:
+  def _perform(self, call: step_lib.Call) -> Any:
     """Checks the call, and does the step."""
-    opt = self._encapsulated.optimizer
+    opt = self._inner.optimizer
     checks, step = self._components.checks, self._components.step
     with checks.one_user():
       checks.check_place()
       checks.check_variables(call.variables)
       # Set the groups of schedules again: the user may have assigned a schedule
       # to `opt.learning_rate`.
-      group_schedule.bind(opt, self.groups, self._package)
+      per_group_lib.bind(opt, self.groups, self._package)
       if not call.is_reduced:
         step.convention.check_was_scaled(
-          call.through_apply, self._encapsulated.scaling.divides
+          call.through_apply, self._inner.scaling.divides
         )
       self.build(call.variables)
       checks.compare_workers_before_step(call.grads, call.variables)
@@ -418,10 +415,10 @@ class CrossShardOptimizer(forwarding.OptimizerWrapper):
     """Warns that saving keeps only the first group."""
     own = components.components_of(self)
     if own is not None and own.step is not None:
-      whole = self._encapsulated.state.unsharded
+      whole = self._inner.state.unsharded
       saved = [
         *whole.trainable_variables,
-        *self._encapsulated.state.all_variables,
+        *self._inner.state.all_variables,
       ]
       own.step.warnings.before_saving(saved)
 

@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import components, validation
+from tf_cross_shard._src.core import components, loss_factor, validation
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.gradients import clipping, loss_factor, packing
+from tf_cross_shard._src.core.gradients import clipping, packing
 
 # Arguments of earlier versions, which saved configurations may still contain.
 _REMOVED: Final = ("has_backup", "noise_scale")

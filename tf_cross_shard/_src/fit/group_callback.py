@@ -20,12 +20,10 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import (
-  group_schedule,
-  keras_private,
-  optimizer_state,
-  validation,
-)
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import group_state
 
 # All callbacks for which a `fit` has begun.
@@ -42,10 +40,10 @@ def group_names(optimizer: Any) -> list[str]:
   The names are those of the `Groups`; else what the groups differ in, such as
   `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and so on.
   """
-  groups = optimizer_state.groups_of(optimizer, None)
+  groups = names_lib.groups_of(optimizer, None)
   names = getattr(groups, "names", None)
   if names is None:
-    rates = getattr(group_schedule.rates_of(optimizer), "rates", [])
+    rates = getattr(per_group_lib.rates_of(optimizer), "rates", [])
     parts = [[f"lr={rate:g}" for rate in rates if not callable(rate)]]
     for name, numbers in (
       getattr(optimizer, "group_settings", None) or {}
@@ -111,7 +109,7 @@ def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
 def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:
   """Returns this package's callbacks, by class name and, if needed, number."""
   ours = [c for c in callback_list if isinstance(c, GroupCallback)]
-  names = optimizer_state.unique([type(c).__name__ for c in ours])
+  names = names_lib.unique([type(c).__name__ for c in ours])
   return dict(zip(names, ours, strict=True))
 
 
@@ -170,7 +168,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     super().set_model(model)
     layers = keras_private.layers(model)
     optimizer = getattr(model, "optimizer", None)
-    for warnings in optimizer_state.group_warnings_of(optimizer):
+    for warnings in names_lib.group_warnings_of(optimizer):
       warnings.check_layers(layers)
       warnings.is_evaluated_by_group = True
 
@@ -188,7 +186,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   def _check_optimizers(self) -> None:
     """Raises `ValueError` if the model has more than one optimizer."""
-    known = list(optimizer_state.nested_optimizers(self.model.optimizer))
+    known = list(names_lib.nested_optimizers(self.model.optimizer))
     others = [
       name
       for name, value in vars(self.model).items()
@@ -246,7 +244,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   def on_test_begin(self, logs: Any = None) -> None:
     """Warns, once, that Keras' `evaluate` mixes the groups."""
-    for warnings in optimizer_state.group_warnings_of(self.model.optimizer):
+    for warnings in names_lib.group_warnings_of(self.model.optimizer):
       warnings.before_evaluating()
 
   def on_predict_begin(self, logs: Any = None) -> None:
@@ -349,9 +347,7 @@ class GroupMonitor(GroupCallback):
       return False
     if not self._sign:
       self._sign = self._direction()
-      num_groups = optimizer_state.groups_of(
-        self.model.optimizer, None
-      ).num_groups
+      num_groups = names_lib.groups_of(self.model.optimizer, None).num_groups
       counters = {name: np.zeros(num_groups, int) for name in self._counters}
       best = np.full(num_groups, -self._sign * np.inf)
       self._numbers = {"best": best, **counters, **self._numbers}

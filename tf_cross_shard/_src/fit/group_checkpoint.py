@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import optimizer_state, replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 from tf_cross_shard._src.replica_state import paths as paths_lib
@@ -89,7 +90,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     """
     super().on_train_begin(logs)
     self._kept = {}
-    copies = replica_values.Copies(self.model.distribute_strategy)
+    copies = replicas_lib.Copies(self.model.distribute_strategy)
     topic = f"reading {self._path.name}"
     with group_state.raising_on_all(copies.workers, topic) as outcomes:
       if copies.is_first:
@@ -122,7 +123,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
 
   def _read(self) -> dict[str, Any]:
     """Returns the best values in the file; keeps the groups' arrays."""
-    groups = optimizer_state.groups_of(self.model.optimizer, None)
+    groups = names_lib.groups_of(self.model.optimizer, None)
     with archive.reading(self._path) as file:
       self._kept = {n: file[n] for n in file if n.startswith("group_")}
       numbers = {

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import group_state
 
@@ -83,7 +83,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     self.restore_best_weights = restore_best_weights
     self.start_from_epoch = start_from_epoch
     # The best values of each variable, one array per replica of this process.
-    self._weights: dict[str, list[replica_values.Array]] = {}
+    self._weights: dict[str, list[replicas_lib.Array]] = {}
 
   @property
   def best_epoch(self) -> list[int]:
@@ -109,7 +109,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
       rows = [
         [of_replica[r] for r in members] for members in model_state.groups
       ]
-      is_alike = all(map(replica_values.are_alike, rows))
+      is_alike = all(map(replicas_lib.are_alike, rows))
       state[f"{_WEIGHTS}{name}"] = np.stack(
         [array for row in rows for array in (row[:1] if is_alike else row)]
       )

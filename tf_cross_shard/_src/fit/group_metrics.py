@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import (
-  agreement,
-  group_schedule,
-  keras_private,
-  optimizer_state,
-  replica_values,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback, progress
 from tf_cross_shard._src.replica_state import group_models
 
@@ -174,7 +172,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if self._plain is None:
       self._build()
     metrics: dict[str, float] = {}
-    for i in range(optimizer_state.groups_of(optimizer, None).num_groups):
+    for i in range(names_lib.groups_of(optimizer, None).num_groups):
       group_models.load_group(i, optimizer, model, into=self._plain)
       self._group.assign(i)
       metrics |= self._evaluate(self._plain, f"group_{i}")
@@ -198,11 +196,11 @@ class GroupMetrics(group_callback.GroupCallback):
     ]
     if not trackers or not self.same_fit() or self.prefixes_before():
       return {}
-    copies = replica_values.Copies(self.model.distribute_strategy)
+    copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
     # The tracker has two variables, with a value in each replica.
     total, count = (copies.read(v, replicas) for v in trackers[0])
-    groups = optimizer_state.groups_of(self.model.optimizer, len(replicas))
+    groups = names_lib.groups_of(self.model.optimizer, len(replicas))
     return {
       f"loss/group_{i}": float(
         sum(total[r] for r in members) / sum(count[r] for r in members)
@@ -213,13 +211,13 @@ class GroupMetrics(group_callback.GroupCallback):
   def _build(self) -> None:
     """Creates the twins, and compiles those that are evaluated."""
     model, optimizer = self.model, self.model.optimizer
-    num_groups = optimizer_state.groups_of(optimizer, None).num_groups
+    num_groups = names_lib.groups_of(optimizer, None).num_groups
 
     def make() -> Any:
       twin = None if self._twin is None else self._twin()
       return group_models.load_group(0, optimizer, model, into=twin)
 
-    with variables_lib.outside_of_strategies(), group_schedule.as_group(0):
+    with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
       # The group whose weights the twin has. It is a variable so that the
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
@@ -261,7 +259,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if workers is None or workers.index == 0:
       with (
         variables_lib.outside_of_strategies(),
-        group_schedule.as_group(self._group),
+        per_group_lib.as_group(self._group),
       ):
         result = model.evaluate(
           **self._batches, verbose=0, return_dict=True, steps=steps
@@ -293,7 +291,7 @@ def _mean_of(members: list[Any]) -> Any:
     def call(self, inputs: Any) -> Any:
       outputs = []
       for i, member in enumerate(self.members):
-        with group_schedule.as_group(i):
+        with per_group_lib.as_group(i):
           outputs.append(member(inputs, training=False))
       return tf.nest.map_structure(
         lambda *own: tf.add_n(own) / len(own), *outputs

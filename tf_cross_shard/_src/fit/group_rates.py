@@ -6,11 +6,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import (
-  group_schedule,
-  optimizer_state,
-  replica_values,
-)
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.inner import names as names_lib
 
 
 def prepare(model: Any, caller: str) -> None:
@@ -26,7 +24,7 @@ def prepare(model: Any, caller: str) -> None:
     ValueError: If a learning rate of a PerGroup is 0, which no factor
       can change.
   """
-  rates = group_schedule.rates_of(model.optimizer)
+  rates = per_group_lib.rates_of(model.optimizer)
   if rates is not None and rates.rate_factor is None:
     if any(map(callable, rates.rates)):
       raise TypeError(
@@ -51,16 +49,14 @@ def prepare(model: Any, caller: str) -> None:
 
 def is_one_number(model: Any) -> bool:
   """Returns whether the optimizer has one learning rate that can be set."""
-  return len(optimizer_state.learning_rates(model.optimizer)) == 1
+  return len(names_lib.learning_rates(model.optimizer)) == 1
 
 
 def read(model: Any) -> list[float]:
   """Returns the learning rate of each group."""
-  [variable] = optimizer_state.learning_rates(model.optimizer)
-  copies = replica_values.Copies(model.distribute_strategy)
-  groups = optimizer_state.groups_of(
-    model.optimizer, copies.engine.num_replicas
-  )
+  [variable] = names_lib.learning_rates(model.optimizer)
+  copies = replicas_lib.Copies(model.distribute_strategy)
+  groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
   first = copies.read(variable, [members[0] for members in groups])
   scales = _scales(model, groups.num_groups)
   return [float(r) * scale for r, scale in zip(first, scales, strict=True)]
@@ -68,11 +64,9 @@ def read(model: Any) -> list[float]:
 
 def write(model: Any, rates: Sequence[float]) -> None:
   """Sets the learning rate of each group."""
-  [variable] = optimizer_state.learning_rates(model.optimizer)
-  copies = replica_values.Copies(model.distribute_strategy)
-  groups = optimizer_state.groups_of(
-    model.optimizer, copies.engine.num_replicas
-  )
+  [variable] = names_lib.learning_rates(model.optimizer)
+  copies = replicas_lib.Copies(model.distribute_strategy)
+  groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
   scales = _scales(model, groups.num_groups)
   dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
   factors = np.divide(rates, scales).astype(dtype)
@@ -82,6 +76,6 @@ def write(model: Any, rates: Sequence[float]) -> None:
 
 def _scales(model: Any, num_groups: int) -> list[float]:
   """Returns the constants by which groups multiply the variable."""
-  per_group = group_schedule.rates_of(model.optimizer)
+  per_group = per_group_lib.rates_of(model.optimizer)
   ones = [1.0] * num_groups
   return ones if per_group is None else list(map(float, per_group.rates))

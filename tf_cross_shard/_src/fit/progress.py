@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tf_cross_shard._src.core.internals import keras_private
+from tf_cross_shard._src.core.inner import keras_private
 
 _MOST_LINES: Final = 3  # for one metric, in a terminal
 

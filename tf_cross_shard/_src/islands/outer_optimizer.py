@@ -27,15 +27,13 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.internals import (
-  CrossShardOptimizer,
-  agreement,
-  keras_private,
-  optimizer_state,
-  packing,
-  replica_values,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
+from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.islands import outer_state
 
@@ -51,13 +49,13 @@ class OuterOptimizer(group_callback.GroupCallback):
   weights of group i, and θ the anchor, from which all groups start, outer step
   t is
 
-      θ_i  = θ(t-1), then H steps by group i     encapsulated optimizer
+      θ_i  = θ(t-1), then H steps by group i     wrapped optimizer
       Δ    = 1/k Σ_i (θ(t-1) - θ_i)              outer gradient
       θ(t) = OuterOpt(θ(t-1), Δ)                 outer optimizer
       θ_i  = θ(t)                                in all groups
 
   After an outer step, all replicas have the same weights, bit for bit. Each
-  group keeps its own slots and other state of the encapsulated optimizer.
+  group keeps its own slots and other state of the wrapped optimizer.
   Variables that are not trained, such as the statistics of batch normalization,
   are not synchronized.
 
@@ -226,7 +224,7 @@ class OuterOptimizer(group_callback.GroupCallback):
 
   def _count(self, calls: int) -> None:
     """Counts calls of the optimizer, and synchronizes the groups when due."""
-    replica_values.check_between_steps()
+    replicas_lib.check_between_steps()
     state = self._built_state()
     steps_before, steps = state.count(calls)
     # H counts from the end of the warm-up.
@@ -291,7 +289,7 @@ class OuterOptimizer(group_callback.GroupCallback):
       wire_dtype=self._wire_dtype,
       optimizer=outer.get_config(),
     )
-    copies = replica_values.Copies(internals.engine_of(trained_by).strategy)
+    copies = replicas_lib.Copies(internals.engine_of(trained_by).strategy)
     copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
     return outer_state.OuterState(
@@ -310,7 +308,7 @@ def _trained_weights(model: Any) -> list[outer_state.Variable]:
 
 
 def _check_weights_are_equal(
-  copies: replica_values.Copies, weights: Sequence[outer_state.Variable]
+  copies: replicas_lib.Copies, weights: Sequence[outer_state.Variable]
 ) -> None:
   """Raises `ValueError` unless all replicas have the same weights."""
   for weight, digests in zip(weights, copies.digests(weights), strict=True):
@@ -330,7 +328,7 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
   """
   all_nested = [
     nested
-    for nested in optimizer_state.nested_optimizers(optimizer)
+    for nested in names_lib.nested_optimizers(optimizer)
     if isinstance(nested, CrossShardOptimizer)
   ]
   if not all_nested:

@@ -23,14 +23,12 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.internals import (
-  CrossShardOptimizer,
-  optimizer_state,
-  replica_values,
-)
-from tf_cross_shard._src.core.internals import groups as groups_lib
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.replica_state import group_state
 
 # Classes of TensorFlow and Keras, which have no types.
@@ -189,7 +187,7 @@ class OuterState:
       self.calls = tf.Variable(
         0, trainable=False, dtype=tf.int64, name="outer_calls"
       )
-    outer_variables = [v for _, v in optimizer_state.state_variables(optimizer)]
+    outer_variables = [v for _, v in names_lib.state_variables(optimizer)]
     internals.attach(trained_by, [self.calls, *self.anchors, *outer_variables])
 
   def belongs_to(
@@ -240,9 +238,7 @@ class OuterState:
     say by a checkpoint. Without a new anchor, the outer optimizer would take
     that change for a gradient. Where groups differ, nothing happens.
     """
-    copies = replica_values.Copies(
-      internals.engine_of(self.trained_by).strategy
-    )
+    copies = replicas_lib.Copies(internals.engine_of(self.trained_by).strategy)
     copies.compare_workers("the anchor of an OuterOptimizer")
     if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
       for anchor, weight in zip(self.anchors, self.weights, strict=True):

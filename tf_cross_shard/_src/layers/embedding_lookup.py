@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import variables
+from tf_cross_shard._src.core import variables
 
 
 def embedding_lookup(table: Any, ids: Any) -> tf.Tensor:

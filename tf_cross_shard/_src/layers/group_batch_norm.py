@@ -14,8 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import collectives, settings, wire
-from tf_cross_shard._src.core.internals import groups as groups_lib
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import reduce, settings
+from tf_cross_shard._src.core.reduce import wire
 
 
 # The layers for Keras 3 and tf_keras derive from this class, then from the
@@ -126,7 +127,7 @@ class GroupBatchNorm:
     if replicas == 1:
       return list(tensors)
     groups = self._groups and groups_lib.Groups(self._groups, replicas)
-    engine = collectives.for_strategy(strategy, groups)
+    engine = reduce.for_strategy(strategy, groups)
 
     @tf.custom_gradient
     def add_up(*tensors: tf.Tensor) -> Any:

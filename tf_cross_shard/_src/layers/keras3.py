@@ -4,7 +4,8 @@
 
 from typing import Any
 
-from tf_cross_shard._src.core.internals import forwarding, versions
+from tf_cross_shard._src.core import versions
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 versions.check_keras3()
 
@@ -20,7 +21,7 @@ from tf_cross_shard._src.layers import (
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
+@wrapper_lib.documented
 class SyncBatchNormalization(
   group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
 ):
@@ -37,7 +38,7 @@ class SyncBatchNormalization(
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
+@wrapper_lib.documented
 class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   """Keras' `Embedding`, except that it reads only the rows of the batch.
 
@@ -59,7 +60,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
+@wrapper_lib.documented
 class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
   """Dropout with a rate for each group.
 
@@ -81,7 +82,7 @@ class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
+@wrapper_lib.documented
 class ShardedEmbedding(sharded_embedding.ShardedTable, keras.layers.Layer):
   """An embedding table whose rows are divided among the members of a group.
 

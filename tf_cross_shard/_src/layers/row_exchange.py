@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import divided_rows
+from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.layers import embedding_lookup
 
 

@@ -12,13 +12,8 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import (
-  collectives,
-  divided_rows,
-  replica_values,
-  settings,
-  variables,
-)
+from tf_cross_shard._src.core import divided_rows, reduce, settings, variables
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.layers import row_exchange
 from tf_cross_shard._src.replica_state import group_state, paths
 
@@ -118,7 +113,7 @@ class ShardedTable(abc.ABC):
       )
     groups = settings.as_groups(group_assignment)
     self._strategy = tf.distribute.get_strategy()
-    self._engine = collectives.for_strategy(self._strategy, groups)
+    self._engine = reduce.for_strategy(self._strategy, groups)
     members = self._engine.groups.group_size
     if not self._engine.supports_sparse:
       self._engine.exchange_rows(tf.zeros([0]), tf.zeros([0]))  # Raises.
@@ -258,7 +253,7 @@ class ShardedTable(abc.ABC):
       OSError: If the folder cannot be written; raised on all workers.
     """
     target = paths.as_path(path)
-    copies = replica_values.Copies(self._strategy)
+    copies = replicas_lib.Copies(self._strategy)
     topic = f"exporting {target.name}"
     nbytes = 4 * self.input_dim * self.output_dim
     copies.compare_workers(topic, [f"{self.input_dim} {self.output_dim}"])
@@ -319,7 +314,7 @@ class ShardedTable(abc.ABC):
   def _whole_table(self, is_wanted: bool = True) -> Any:
     """Returns the table of group 0, or no rows where it is not wanted."""
     self._fill()
-    copies = replica_values.Copies(self._strategy)
+    copies = replicas_lib.Copies(self._strategy)
     members = sorted(self._owned.groups.assignment[0])
     dtype = variables.native(self.embeddings).dtype.as_numpy_dtype
     whole = np.empty([self.input_dim * is_wanted, self.output_dim], dtype)
@@ -369,7 +364,7 @@ class ShardedTable(abc.ABC):
       return rows
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     is_sender = tf.equal(replica, groups.assignment[0][0])
-    everyone = collectives.for_strategy(self._strategy, None)
+    everyone = reduce.for_strategy(self._strategy, None)
     [rows] = everyone.all_reduce_sum(
       [tf.where(is_sender, rows, tf.zeros_like(rows))]
     )

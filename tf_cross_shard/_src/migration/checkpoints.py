@@ -17,8 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import encapsulated, keras_private
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.migration import conversion_plan
 
 
@@ -194,7 +195,7 @@ def _checkpoint_prefix(src: Any) -> str:
 
 def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
   """Creates the slots of the optimizer unless it is built."""
-  innermost = encapsulated.innermost(optimizer)
+  innermost = inner_lib.innermost(optimizer)
   modules = [kind.__module__ for kind in type(innermost).__mro__]
   if any("optimizers.legacy" in module for module in modules):
     raise TypeError(

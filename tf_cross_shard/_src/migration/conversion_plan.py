@@ -12,12 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.internals import (
-  encapsulated,
-  optimizer_state,
-  v1_update,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.inner import v1_update
 from tf_cross_shard._src.migration import v1_slots
 
 Names = Mapping[str, str | None]
@@ -82,7 +80,7 @@ class ConversionPlan:
     else:
       self.trained = list(model.trainable_variables)
     paths = [variables_lib.path_of(weight) for weight in weights]
-    labels = optimizer_state.unique(paths)
+    labels = names_lib.unique(paths)
     for label, path, weight in zip(labels, paths, weights, strict=True):
       self._labels[id(weight)] = label
       # The checkpoint has the name with or without the model's, but not both,
@@ -95,13 +93,13 @@ class ConversionPlan:
 
   def find_state(self, optimizer: Any, iterations: int | None) -> None:
     """Matches the optimizer's slots, other variables and number of steps."""
-    innermost = encapsulated.innermost(optimizer)
+    innermost = inner_lib.innermost(optimizer)
     # With `shard_update`, slots are in parts; this state has whole slots.
-    state = optimizer_state.sharded_state(optimizer) or (
+    state = names_lib.sharded_state(optimizer) or (
       internals.state_of(innermost)
     )
     known = self._find_slots(innermost, state)
-    rates = optimizer_state.learning_rates(innermost)
+    rates = names_lib.learning_rates(innermost)
     known |= {id(innermost.iterations), *map(id, rates)}
     for other in state.variables:
       if id(other) not in known:

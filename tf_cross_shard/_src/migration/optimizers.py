@@ -4,11 +4,8 @@
 import importlib
 from typing import Any, Literal
 
-from tf_cross_shard._src.core.internals import (
-  loss_factor,
-  v1_conversion,
-  versions,
-)
+from tf_cross_shard._src.core import loss_factor, versions
+from tf_cross_shard._src.core.inner import v1_conversion
 
 
 def from_v1(

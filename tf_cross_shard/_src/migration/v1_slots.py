@@ -7,7 +7,7 @@ which the kernel of the optimizer takes them.
 from collections.abc import Mapping
 from typing import Any
 
-from tf_cross_shard._src.core.internals import kernels, v1_update
+from tf_cross_shard._src.core.inner import kernels, v1_update
 
 
 def is_without_momentum(optimizer: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core.internals import agreement
+from tf_cross_shard._src.core.workers import agreement
 
 
 def even(

@@ -35,7 +35,7 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core.internals import (
+from tf_cross_shard._src.core.workers import (
   agreement,
   errors,
   key_value_store,

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tf_cross_shard._src.core.internals import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
 Array = np.ndarray[Any, Any]
@@ -186,7 +186,7 @@ class Archive(Mapping[str, Array]):
 
     def read() -> Iterator[Array]:
       with entry:
-        for rows in replica_values.row_blocks(shape, dtype.itemsize):
+        for rows in replicas_lib.row_blocks(shape, dtype.itemsize):
           data = entry.read(len(rows) * math.prod(row) * dtype.itemsize)
           yield np.frombuffer(data, dtype).reshape(len(rows), *row)
 

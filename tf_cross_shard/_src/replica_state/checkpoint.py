@@ -17,12 +17,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core.internals import (
-  keras_private,
-  optimizer_state,
-  replica_values,
-  validation,
-)
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
@@ -133,7 +131,7 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   """
   restored = restore_file(paths_lib.as_path(path), optimizer, model)
   removed_state.warn(path, restored.left_out)
-  if not restored.is_exact and any(optimizer_state.windows(optimizer)):
+  if not restored.is_exact and any(names_lib.windows(optimizer)):
     logging.warning(
       "Accumulation windows start again: the groups in the file have another"
       " size."
@@ -275,7 +273,7 @@ def _build(optimizer: Any, model: Any) -> None:
   Raises:
     CheckpointError: If the variables belong to another strategy.
   """
-  layers = list(optimizer_state.nested_optimizers(optimizer))
+  layers = list(names_lib.nested_optimizers(optimizer))
   # The outermost optimizer builds all the others. A LossScaleOptimizer around a
   # CrossShardOptimizer may not be built although the CrossShardOptimizer is.
   # Until the LossScaleOptimizer is built, there is no variable into which its
@@ -288,7 +286,7 @@ def _build(optimizer: Any, model: Any) -> None:
   # Do not use the strategy of the variables: variables of OneDeviceStrategy do
   # not store it.
   strategy = keras_private.strategy(layers[-1])
-  for other in filter(None, map(replica_values.strategy_of, variables)):
+  for other in filter(None, map(replicas_lib.strategy_of, variables)):
     if not _can_train(strategy, optimizer, other):
       raise CheckpointError(
         "`optimizer` was created under"
@@ -312,7 +310,7 @@ def _can_train(
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
   # Do not look at `iterations`, which is a tensor if Keras 3 accumulates
   # gradients.
-  own = map(replica_values.strategy_of, optimizer_state.listed(optimizer))
+  own = map(replicas_lib.strategy_of, names_lib.listed(optimizer))
   is_owned = any(owner is not None for owner in own)
   return other is strategy or not (is_owned or max(replicas) > 1)
 
@@ -453,7 +451,7 @@ def _plan(
       the window starts again: the sums of other members would be counted twice
       or not at all.
   """
-  sums, counts = optimizer_state.windows(state.optimizer)
+  sums, counts = names_lib.windows(state.optimizer)
   ids_of_sums = set(map(id, sums))
   steps_of = {id(variable): steps for variable, steps in counts}
   plan = []
@@ -510,9 +508,9 @@ def values_here(
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
   exists_once = (
-    replica_values.strategy_of(entry.variable) is None and not entry.division
+    replicas_lib.strategy_of(entry.variable) is None and not entry.division
   )
-  if exists_once and not replica_values.are_alike(values):
+  if exists_once and not replicas_lib.are_alike(values):
     raise CheckpointError(
       f"The checkpoint {file.path} holds one value of `{entry.name}` for each"
       " group, but in the program the variable exists once. Create the variable"

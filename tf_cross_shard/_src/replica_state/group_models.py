@@ -16,13 +16,11 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import groups as groups_lib
-from tf_cross_shard._src.core.internals import (
-  keras_private,
-  optimizer_state,
-  replica_values,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
 _CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
@@ -99,7 +97,7 @@ def assign(
   """Assigns the values of variables of `state`, by name, to a plain model."""
   target = _check_fits(state, plain)
   for own, entry in zip(state.entries, target.entries, strict=True):
-    replica_values.native(entry.variable).assign(values[own.name])
+    replicas_lib.native(entry.variable).assign(values[own.name])
   finalize(plain)
 
 
@@ -111,7 +109,7 @@ def merged(
   if (
     entry.is_shared
     or not group_state.has_mean(entry.variable)
-    or replica_values.are_alike(values)
+    or replicas_lib.are_alike(values)
   ):
     return values[0]
   return group_state.mean(values)
@@ -159,7 +157,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
     origins[receiver] = giver
   state.compare_workers(f"copying group {source} to group {target}")
   group_state.warn_if_collapsed(state.optimizer)
-  kept = set(map(id, optimizer_state.learning_rates(state.optimizer)))
+  kept = set(map(id, names_lib.learning_rates(state.optimizer)))
   here = state.copies.engine.replicas_here
   for entry in state.entries:
     is_integer_model_variable = entry.name.startswith("model/") and (
@@ -371,7 +369,7 @@ def _check_fits(
         f"The model passed as `into` or `twin` has {entry.name}, {entry.kind},"
         f" but `model` has {other.name}, {other.kind}. {remedy}"
       )
-    if replica_values.strategy_of(entry.variable) is not None:
+    if replicas_lib.strategy_of(entry.variable) is not None:
       raise ValueError(
         f"The model passed as `into` or `twin` has replicas: {entry.name} was"
         f" created inside `strategy.scope()`. {remedy}"

@@ -13,14 +13,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import (
-  agreement,
-  divided_rows,
-  errors,
-  optimizer_state,
-  replica_values,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import divided_rows
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -101,12 +98,12 @@ class GroupState:
     """
     optimizer, model = optimizer_first(optimizer, model)
     if optimizer is not None:
-      optimizer_state.check_optimizer(optimizer)
+      names_lib.check_optimizer(optimizer)
     self.optimizer = optimizer
     # Optimizer state in which members of a group may differ.
-    own = set(map(id, optimizer_state.windows(optimizer)[0]))
-    state = optimizer_state.state_variables(optimizer) if with_optimizer else []
-    new = set(map(id, optimizer_state.unlisted_attributes(optimizer)))
+    own = set(map(id, names_lib.windows(optimizer)[0]))
+    state = names_lib.state_variables(optimizer) if with_optimizer else []
+    new = set(map(id, names_lib.unlisted_attributes(optimizer)))
     self.entries = [
       Entry(
         f"optimizer/{name}", v, _is_shared(v, id(v) not in own), id(v) in new
@@ -114,22 +111,18 @@ class GroupState:
       for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
-    known = {
-      id(replica_values.native(entry.variable)) for entry in self.entries
-    }
-    by_id = {id(replica_values.native(v)): v for v in variables_of(model)}
+    known = {id(replicas_lib.native(entry.variable)) for entry in self.entries}
+    by_id = {id(replicas_lib.native(v)): v for v in variables_of(model)}
     variables = [v for key, v in by_id.items() if key not in known]
     paths = variables_lib.renumbered(
       list(map(variables_lib.path_of, variables))
     )
     self.entries += [
       Entry(f"model/{name}", variable, _is_shared(variable, variable.trainable))
-      for name, variable in zip(
-        optimizer_state.unique(paths), variables, strict=True
-      )
+      for name, variable in zip(names_lib.unique(paths), variables, strict=True)
     ]
-    self.copies = replica_values.Copies(_strategy_of(self.entries))
-    self.groups = optimizer_state.groups_of(
+    self.copies = replicas_lib.Copies(_strategy_of(self.entries))
+    self.groups = names_lib.groups_of(
       optimizer, self.copies.engine.num_replicas
     )
 
@@ -400,18 +393,18 @@ def optimizer_first(optimizer: Any, other: Any) -> tuple[Any, Any]:
 
 def warn_if_collapsed(optimizer: Any) -> None:
   """Warns if something other than the optimizer made the groups equal."""
-  for warnings in optimizer_state.group_warnings_of(optimizer):
+  for warnings in names_lib.group_warnings_of(optimizer):
     warnings.check()
 
 
 def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
-  for warnings in optimizer_state.group_warnings_of(optimizer):
+  for warnings in names_lib.group_warnings_of(optimizer):
     warnings.accept()
 
 
 def read_whole(
-  copies: replica_values.Copies, entry: Entry, members: Sequence[int]
+  copies: replicas_lib.Copies, entry: Entry, members: Sequence[int]
 ) -> list[archive.Array]:
   """Returns the values of the members of a group.
 
@@ -490,7 +483,7 @@ def _strategy_of(entries: Sequence[Entry]) -> tf.distribute.Strategy:
   Raises:
     ValueError: If the variables belong to different strategies.
   """
-  owned = [(p.name, replica_values.strategy_of(p.variable)) for p in entries]
+  owned = [(p.name, replicas_lib.strategy_of(p.variable)) for p in entries]
   owned = [pair for pair in owned if pair[1] is not None]
   for name, strategy in owned:
     if strategy is not owned[0][1]:

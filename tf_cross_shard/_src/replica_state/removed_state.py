@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from absl import logging
 
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import variables as variables_lib
 
 _SUMS: Final = "optimizer/gradient_sum/"
 # Pattern of a variable's full name in a checkpoint, and what the variable held.

@@ -4,13 +4,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.internals import (
-  divided_rows,
-  optimizer_state,
-  replica_values,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import divided_rows, internals
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
 
@@ -35,8 +32,8 @@ def values(variable: Any) -> list[archive.Array]:
     on several machines, the values of all workers. For a variable that was
     created outside any scope, a list with one array.
   """
-  strategy = replica_values.strategy_of(variable)
-  copies = replica_values.Copies(strategy or tf.distribute.get_strategy())
+  strategy = replicas_lib.strategy_of(variable)
+  copies = replicas_lib.Copies(strategy or tf.distribute.get_strategy())
   if strategy is None:
     return copies.here(variable)[:1]
   copies.compare_workers(f"reading values of {_name(variable)}")
@@ -60,12 +57,12 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   """
   optimizer, variable = group_state.optimizer_first(optimizer, variable)
   group_state.warn_if_collapsed(optimizer)
-  strategy = replica_values.strategy_of(variable)
+  strategy = replicas_lib.strategy_of(variable)
   if strategy is None:
-    groups = optimizer_state.groups_of(optimizer, None)
+    groups = names_lib.groups_of(optimizer, None)
     return values(variable) * groups.num_groups
-  copies = replica_values.Copies(strategy)
-  groups = optimizer_state.groups_of(optimizer, copies.engine.num_replicas)
+  copies = replicas_lib.Copies(strategy)
+  groups = names_lib.groups_of(optimizer, copies.engine.num_replicas)
   copies.compare_workers(f"reading values of groups of {_name(variable)}")
   entry = group_state.Entry("", variable, is_shared=False)
   return [
@@ -148,7 +145,7 @@ def _name(variable: Any) -> str:
 
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """Returns the optimizer's slots of the variables, each slot once."""
-  layers = optimizer_state.nested_optimizers(optimizer)
+  layers = names_lib.nested_optimizers(optimizer)
   states = list(filter(None, map(internals.slots_of, layers)))
   if not states:
     raise ValueError(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from tf_cross_shard._src.core.internals import group_schedule
+from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.fit import (
   group_callback,
   group_metrics,
@@ -273,7 +273,7 @@ class Halving(trial_monitor.TrialMonitor):
     self._progress = _Progress()
     optimizer = self.model.optimizer
     differing = dict(self.step.context.settings.group_settings or {})
-    if (rates := group_schedule.rates_of(optimizer)) is not None:
+    if (rates := per_group_lib.rates_of(optimizer)) is not None:
       differing["learning_rate"] = rates.rates
     for name in set(differing) - set(self.names):
       raise ValueError(

@@ -13,11 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from tf_cross_shard._src.core.internals import (
-  group_schedule,
-  optimizer_state,
-  validation,
-)
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import group_models
 from tf_cross_shard._src.search import table as table_lib
@@ -252,7 +250,7 @@ class Population(trial_monitor.TrialMonitor):
   def _make_table(self, rows: Sequence[Mapping[str, float]]) -> None:
     """Creates a table with a trial for each group."""
     with self.model.distribute_strategy.scope():
-      groups = optimizer_state.groups_of(self.model.optimizer, None)
+      groups = names_lib.groups_of(self.model.optimizer, None)
       self.table = table_lib.Table(rows, groups)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -306,7 +304,7 @@ class Population(trial_monitor.TrialMonitor):
       )
     best = int(np.argmax(np.where(np.isfinite(last), last, -np.inf)))
     table_lib.results_of(self.table).assign([self.settings[best]] * len(last))
-    with group_schedule.as_group(0):
+    with per_group_lib.as_group(0):
       return group_models.load_group(
         best, self.model.optimizer, self.model, into=into
       )

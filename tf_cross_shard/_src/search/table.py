@@ -17,11 +17,8 @@ from typing import Any, overload
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import (
-  group_schedule,
-  settings,
-  validation,
-)
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import settings, validation
 from tf_cross_shard._src.replica_state import archive
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -315,7 +312,7 @@ class Table(Sequence[Trial]):
     Raises:
       KeyError: If the trials have no such setting.
     """
-    return group_schedule.per_group(self.values(name), self.groups)
+    return per_group_lib.per_group(self.values(name), self.groups)
 
   def values(self, name: str) -> tf.Variable:
     """Returns a variable with a setting of the trials that the groups train.

@@ -4,12 +4,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tf_cross_shard._src.core.internals import (
-  encapsulated,
-  group_schedule,
-  optimizer_state,
-  settings,
-)
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import settings
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.fit import group_callback, group_rates
 from tf_cross_shard._src.replica_state import (
   checkpoint,
@@ -39,13 +37,13 @@ class TrialMonitor(group_callback.GroupMonitor):
   @property
   def step(self) -> Any:
     """The step of the CrossShardOptimizer, which has `group_settings`."""
-    [step] = optimizer_state.steps_of(self.model.optimizer)
+    [step] = names_lib.steps_of(self.model.optimizer)
     return step
 
   @property
   def _innermost(self) -> Any:
-    """The optimizer of Keras that the CrossShardOptimizer encapsulates."""
-    return encapsulated.innermost(self.model.optimizer)
+    """The optimizer of Keras that the CrossShardOptimizer wraps."""
+    return inner_lib.innermost(self.model.optimizer)
 
   def set_model(self, model: Any) -> None:
     """Sets the model; makes learning rates settable if the trials set them."""
@@ -56,7 +54,7 @@ class TrialMonitor(group_callback.GroupMonitor):
   def on_train_begin(self, logs: Any = None) -> None:
     """Resets the table; raises an error if it does not fit the optimizer."""
     super().on_train_begin(logs)
-    groups = optimizer_state.groups_of(self.model.optimizer, None)
+    groups = names_lib.groups_of(self.model.optimizer, None)
     if self.table.groups != groups:
       raise ValueError(
         f"`table` is for the groups {self.table.groups.to_lists()}, but the"
@@ -77,7 +75,7 @@ class TrialMonitor(group_callback.GroupMonitor):
   def read(self) -> list[dict[str, float]]:
     """Returns the settings of each group that belong to the optimizer."""
     own: dict[str, Any] = {}
-    count = optimizer_state.groups_of(self.model.optimizer, None).num_groups
+    count = names_lib.groups_of(self.model.optimizer, None).num_groups
     if _RATE in self.names:
       own[_RATE] = group_rates.read(self.model)
     for name in filter(self._is_own, self.names):
@@ -158,7 +156,7 @@ class TrialMonitor(group_callback.GroupMonitor):
     # Try the settings of each trial on all groups, and then restore the
     # settings.
     before = self.step.context.settings.group_settings
-    count = optimizer_state.groups_of(self.model.optimizer, None).num_groups
+    count = names_lib.groups_of(self.model.optimizer, None).num_groups
     try:
       for row in rows:
         own = {name: [row[name]] * count for name in filter(self._is_own, row)}
@@ -195,7 +193,7 @@ def plain_model(
   # Layers of the clone, such as dropout, get the present settings of group 0.
   table_lib.results_of(table).assign([row] * table.groups.num_groups)
   # Keras calls the clone's layers, which may ask for the settings of a group.
-  with group_schedule.as_group(0):
+  with per_group_lib.as_group(0):
     plain = group_models.load_group(0, optimizer, model, into=into)
   group_models.assign(state, values, plain)
   return plain

@@ -12,7 +12,7 @@ import keras_tuner
 import tensorflow as tf
 from keras_tuner.engine import base_tuner
 
-from tf_cross_shard._src.core.internals import groups as groups_lib
+from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.fit import group_metrics
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import halving, trial_monitor

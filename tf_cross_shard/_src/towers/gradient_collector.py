@@ -21,14 +21,11 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core.internals import (
-  clipping,
-  encapsulated,
-  indexed_slices,
-  is_tpu,
-  loss_factor,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import loss_factor
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import clipping, row_sparse
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.reduce import is_tpu
 from tf_cross_shard._src.towers import shared_variables
 
 # Applies gradients to variables as the optimizer does; returns the step count.
@@ -47,21 +44,21 @@ class CollectedCall:
 
   Attributes:
     optimizer: The TowerOptimizer.
-    adapter: The `Encapsulated` of the TowerOptimizer.
+    adapter: The `Inner` of the TowerOptimizer.
     grads: The gradients of this tower.
     variables: One variable for each gradient.
     apply: Applies a sum of gradients.
   """
 
   optimizer: Any
-  adapter: encapsulated.Encapsulated
+  adapter: inner_lib.Inner
   grads: list[clipping.Gradient]
   variables: list[Any]
   apply: Apply
 
   @property
   def inner(self) -> Any:
-    """The encapsulated optimizer, which identifies calls in all towers."""
+    """The wrapped optimizer, which identifies calls in all towers."""
     return self.adapter.optimizer
 
   @property
@@ -70,7 +67,7 @@ class CollectedCall:
     return id(self.inner), *map(id, map(variables_lib.native, self.variables))
 
   def __str__(self) -> str:
-    """Names the encapsulated optimizer and the variables, for errors."""
+    """Names the wrapped optimizer and the variables, for errors."""
     paths = [variables_lib.path_of(variable) for variable in self.variables]
     name = f"{type(self.inner).__name__}({self.optimizer.get_name()!r})"
     return f"{name} with the variables {paths}"
@@ -225,10 +222,10 @@ def _sum_or_mean(
   if not present:
     return None
   if is_mean:
-    present = [indexed_slices.times(x, 1 / len(present)) for x in present]
+    present = [row_sparse.times(x, 1 / len(present)) for x in present]
   # Towers may have different dtypes, which neither concat nor add_n accept.
   if len({grad.dtype for grad in present}) > 1:
-    present = [indexed_slices.cast(grad, variable) for grad in present]
+    present = [row_sparse.cast(grad, variable) for grad in present]
   is_sparse = all(isinstance(grad, tf.IndexedSlices) for grad in present)
   # Merging equal rows gives a shape that depends on data, which TPUs do not
   # support.
@@ -238,5 +235,5 @@ def _sum_or_mean(
       tf.concat([grad.indices for grad in present], axis=0),
       present[0].dense_shape,
     )
-    return indexed_slices.merge_duplicates(rows)
-  return tf.add_n([indexed_slices.to_dense(g, variable) for g in present])
+    return row_sparse.merge_duplicates(rows)
+  return tf.add_n([row_sparse.to_dense(g, variable) for g in present])

@@ -1,20 +1,20 @@
-"""The TowerOptimizer that encapsulates optimizers of Keras 3."""
+"""The TowerOptimizer that wraps optimizers of Keras 3."""
 
 from typing import Any
 
 import keras
 
-from tf_cross_shard._src.core.internals import forwarding
 from tf_cross_shard._src.core.keras3 import wrapper
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.towers import tower_optimizer
 
 
-@forwarding.documented
+@wrapper_lib.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
-  This class encapsulates a `keras.optimizers.Optimizer`.
+  This class wraps a `keras.optimizers.Optimizer`.
 
   >>> import keras
   >>> import tensorflow as tf
@@ -33,13 +33,13 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
       loss: A loss: a scalar tensor.
 
     Returns:
-      The scaled loss of the encapsulated optimizer, divided by the number of
+      The scaled loss of the wrapped optimizer, divided by the number of
       towers if `loss_reduction` is `"mean"`.
     """
-    return self._encapsulated.optimizer.scale_loss(loss) * self._factor()
+    return self._inner.optimizer.scale_loss(loss) * self._factor()
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Collects gradients in a tower; applies them immediately anywhere else."""
     # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
     # override.
-    self._collect_or_apply(self._encapsulated.apply_reduced, grads, variables)
+    self._collect_or_apply(self._inner.apply_reduced, grads, variables)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import loss_factor
+from tf_cross_shard._src.core import loss_factor
 from tf_cross_shard._src.towers import (
   batch_split,
   gradient_collector,

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import variables as variables_lib
 
 _MUST = (
   "`model_fn` must create the same variables in every tower and every call;"

@@ -1,21 +1,22 @@
-"""The TowerOptimizer that encapsulates optimizers of tf_keras (Keras 2)."""
+"""The TowerOptimizer that wraps optimizers of tf_keras (Keras 2)."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import tf_keras as keras
 
-from tf_cross_shard._src.core.internals import differentiation, forwarding
+from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import wrapper
 from tf_cross_shard._src.towers import tower_optimizer
 
 
-@forwarding.documented
+@wrapper_lib.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
-  This class encapsulates an optimizer of tf_keras, legacy or not.
+  This class wraps an optimizer of tf_keras, legacy or not.
 
   >>> import tensorflow as tf
   >>> import tf_keras as keras
@@ -29,8 +30,8 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
 
   def aggregate_gradients(
     self, grads_and_vars: Iterable[Any]
-  ) -> differentiation.Pairs:
-    """Aggregates gradients over replicas as the encapsulated optimizer does.
+  ) -> differentiate.Pairs:
+    """Aggregates gradients over replicas as the wrapped optimizer does.
 
     Args:
       grads_and_vars: Pairs of a gradient and its variable.
@@ -38,9 +39,7 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
     Returns:
       Pairs for `apply_gradients(..., skip_gradients_aggregation=True)`.
     """
-    reduced = self._encapsulated.optimizer.aggregate_gradients(
-      list(grads_and_vars)
-    )
+    reduced = self._inner.optimizer.aggregate_gradients(list(grads_and_vars))
     return list(reduced)
 
 

@@ -1,8 +1,8 @@
 """TowerOptimizer: sums gradients over towers and applies the sum once.
 
     in one of several towers     loss / n (for a mean) ─▶ gradients ─▶ collect
-    after the last tower         sum over towers ─▶ encapsulated optimizer
-    one tower, or outside towers gradients ─▶ encapsulated optimizer
+    after the last tower         sum over towers ─▶ wrapped optimizer
+    one tower, or outside towers gradients ─▶ wrapped optimizer
 
 `keras3.TowerOptimizer` and `tf_keras.TowerOptimizer` derive from the class
 here. `tf_cross_shard.towers` explains towers.
@@ -16,31 +16,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals
-from tf_cross_shard._src.core.internals import (
-  CrossShardOptimizer,
-  differentiation,
-  finite,
-  forwarding,
-  indexed_slices,
-  validation,
-)
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import internals, validation
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import differentiate, finite, row_sparse
+from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.towers import gradient_collector
 
 
-class TowerOptimizer(forwarding.OptimizerWrapper):
+class TowerOptimizer(wrapper_lib.OptimizerWrapper):
   """Sums gradients over the towers of a model function and applies them once.
 
   Inside a function created by `replicate_model_fn`, which documents the
   formula, `apply_gradients` collects gradients. After all towers have returned,
-  the encapsulated optimizer applies their sum once. With one tower, and outside
-  towers, the encapsulated optimizer is called immediately.
+  the wrapped optimizer applies their sum once. With one tower, and outside
+  towers, the wrapped optimizer is called immediately.
 
   A model function may use several optimizers, for the same loss or for
   different losses. Each tower must call the same optimizers in the same order.
   You may create an optimizer inside the model function: its variables are
-  shared by all towers, like all other variables. If you encapsulate a
+  shared by all towers, like all other variables. If you wrap a
   `CrossShardOptimizer`, gradients are summed first over towers and then
   over replicas.
 
@@ -59,7 +54,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       " | Callable[[], validation.Optimizer]"
     ),
   ) -> None:
-    """Encapsulates an optimizer, or the optimizer that a function returns.
+    """Wraps an optimizer, or the optimizer that a function returns.
 
     Args:
       optimizer_or_optimizer_fn: An optimizer, its name, or a function without
@@ -75,7 +70,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     super().__init__(
       gradient_collector.variables().optimizer(opt),
       name="TowerOptimizer",
-      clipnorm=None,  # The encapsulated optimizer clips.
+      clipnorm=None,  # The wrapped optimizer clips.
       global_clipnorm=None,
       clipvalue=None,
     )
@@ -86,8 +81,8 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     return TowerOptimizer._was_used
 
   def get_name(self) -> str:
-    """Returns the name of the encapsulated optimizer."""
-    return self._encapsulated.name
+    """Returns the name of the wrapped optimizer."""
+    return self._inner.name
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -104,9 +99,9 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
         variable.
       global_step: An integer variable that is incremented by one after the
         update, or None.
-      name: The name scope of the operations, if the encapsulated optimizer
+      name: The name scope of the operations, if the wrapped optimizer
         accepts a name.
-      **kwargs: More arguments of the encapsulated optimizer's
+      **kwargs: More arguments of the wrapped optimizer's
         `apply_gradients`.
 
     Returns:
@@ -117,16 +112,14 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       ValueError: If `grads_and_vars` is empty or malformed, or if this tower
         differs from the first tower.
       TypeError: If `grads_and_vars` contains something that is not a variable,
-        if `global_step` is not an integer variable, or if the encapsulated
+        if `global_step` is not an integer variable, or if the wrapped
         optimizer does not accept an argument.
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
     # Check the arguments now: when they are used, other optimizers of the step
     # may have been applied already.
-    inspect.signature(self._encapsulated.optimizer.apply_gradients).bind(
-      (), **kwargs
-    )
+    inspect.signature(self._inner.optimizer.apply_gradients).bind((), **kwargs)
     options = {"name": name, **kwargs}
     apply = functools.partial(
       self._apply, global_step=global_step, options=options
@@ -135,7 +128,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
 
   @classmethod
   def _check_wrapper_within(
-    cls, wrapper: forwarding.OptimizerWrapper, opt: Any
+    cls, wrapper: wrapper_lib.OptimizerWrapper, opt: Any
   ) -> None:
     """Accepts a CrossShardOptimizer, and refuses a TowerOptimizer."""
     if isinstance(wrapper, TowerOptimizer):
@@ -150,7 +143,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
       )
 
   def build(self, variables: Any) -> None:
-    """Creates the slots of the encapsulated optimizer, once.
+    """Creates the slots of the wrapped optimizer, once.
 
     Args:
       variables: The variables that the optimizer updates.
@@ -168,11 +161,11 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     Args:
       variables: The variables of one `apply_gradients`.
     """
-    optimizer = self._encapsulated.optimizer
+    optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
       internals.check_place(optimizer)
-    if self._encapsulated.is_built:
-      validation.check_known(variables, self._encapsulated.state.knows)
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.state.knows)
 
   @tf.autograph.experimental.do_not_convert
   def prepare(self, variables: Sequence[Any]) -> None:
@@ -181,7 +174,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     Args:
       variables: The variables of all calls in the step, with repetitions.
     """
-    if not self._encapsulated.is_built:
+    if not self._inner.is_built:
       distinct = {id(variables_lib.native(v)): v for v in variables}
       self.build(list(distinct.values()))
 
@@ -191,14 +184,14 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     var_list: Any,
     tape: tf.GradientTape | None,
     default: str,
-    options: differentiation.GraphOptions,
-  ) -> differentiation.Pairs:
+    options: differentiate.GraphOptions,
+  ) -> differentiate.Pairs:
     """Computes this tower's gradients, times the factor of its loss."""
     collector = self._collector()
     factor = self._factor()
     own = None if collector is None else collector.tape
     tape = own if tape is None and tf.is_tensor(loss) else tape
-    optimizer = self._encapsulated.optimizer
+    optimizer = self._inner.optimizer
     # The tower's tape must not record the computation of gradients.
     with own.stop_recording() if own else contextlib.nullcontext():
       if isinstance(optimizer, CrossShardOptimizer):
@@ -206,8 +199,8 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
           optimizer, loss, var_list, tape, default, options
         )
       else:
-        pairs = differentiation.differentiate(
-          self._encapsulated,
+        pairs = differentiate.differentiate(
+          self._inner,
           loss,
           var_list,
           tape,
@@ -218,9 +211,9 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     # Multiply the gradients, not the loss: the user's tape may have stopped
     # recording, and would not see the product. A gradient that overwrites its
     # variable is a value and has no factor.
-    is_overwritten = self._encapsulated.is_overwritten
+    is_overwritten = self._inner.is_overwritten
     return [
-      (indexed_slices.times(grad, 1.0 if is_overwritten(v) else factor), v)
+      (row_sparse.times(grad, 1.0 if is_overwritten(v) else factor), v)
       for grad, v in pairs
     ]
 
@@ -245,10 +238,10 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
         return apply_and_record(grads, variables)
     collector.collect(
       gradient_collector.CollectedCall(
-        self, self._encapsulated, grads, variables, apply_and_record
+        self, self._inner, grads, variables, apply_and_record
       )
     )
-    return tf.identity(self._encapsulated.iterations())
+    return tf.identity(self._inner.iterations())
 
   def _collector(self) -> gradient_collector.GradientCollector | None:
     """Returns the collector of the current tower; checks that it trains."""
@@ -269,28 +262,24 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     global_step: Any,
     options: dict[str, Any],
   ) -> Any:
-    """Applies summed gradients through the encapsulated optimizer."""
-    optimizer = self._encapsulated.optimizer
+    """Applies summed gradients through the wrapped optimizer."""
+    optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
       pairs = zip(grads, variables, strict=True)
       return optimizer.apply_gradients(pairs, global_step, **options)
-    self._encapsulated.apply_reduced(grads, variables, **options)
+    self._inner.apply_reduced(grads, variables, **options)
     if global_step is not None:
       # A dynamic loss scale skips a step that overflows; such a step does not
       # count.
-      skips = self._encapsulated.scaling.is_dynamic
+      skips = self._inner.scaling.is_dynamic
       is_step = finite.all_finite(grads) if skips else True
       global_step.assign_add(tf.cast(is_step, global_step.dtype))
-    return tf.identity(self._encapsulated.iterations())
+    return tf.identity(self._inner.iterations())
 
   def _factor(self) -> float:
     """Returns the factor of the loss in this tower; 1 outside towers."""
     collector = gradient_collector.current()
-    return (
-      1.0
-      if collector is None
-      else collector.scale(self._encapsulated.optimizer)
-    )
+    return 1.0 if collector is None else collector.scale(self._inner.optimizer)
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
     """Refuses a loss scaling optimizer around this TowerOptimizer.
@@ -300,7 +289,7 @@ class TowerOptimizer(forwarding.OptimizerWrapper):
     """
     kind = type(outer_scaler).__name__
     raise ValueError(
-      f"{kind} must not encapsulate a TowerOptimizer: it would look for an"
+      f"{kind} must not wrap a TowerOptimizer: it would look for an"
       " overflow in the gradients of one tower, not in their sum. Put it"
       f" inside: TowerOptimizer({kind}(...)), and pass auto_scale_loss=False to"
       " compile(), which would otherwise wrap the optimizer again."

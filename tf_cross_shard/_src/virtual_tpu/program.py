@@ -22,8 +22,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from tf_cross_shard._src.core.internals import collective_ops
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.reduce import collective_ops
 from tf_cross_shard._src.virtual_tpu import lowering, replica_variable, xla
 
 PerReplica = tuple[tf.Tensor, ...]  # One tensor for each replica.

@@ -18,8 +18,8 @@ from tensorflow.python.distribute import (
   values,
 )
 
-from tf_cross_shard._src.core.internals import validation
-from tf_cross_shard._src.core.internals import variables as variables_lib
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.virtual_tpu import (
   datasets,
   lowering,

@@ -1,4 +1,4 @@
-"""Encapsulated Keras 3 optimizers: all features work, in every mode."""
+"""Wrapped Keras 3 optimizers: all features work, in every mode."""
 
 import sys
 from collections.abc import Callable
@@ -186,7 +186,7 @@ def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
     sys.setprofile(count)
     try:
       for variable in variables:
-        optimizer._encapsulated.as_built(variable)
+        optimizer._inner.as_built(variable)
     finally:
       sys.setprofile(None)
     return calls

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.gradients import indexed_slices
+from tf_cross_shard._src.core.gradients import row_sparse
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 # By precedence: an optimizer uses only the first limit that is set.
@@ -67,7 +67,7 @@ def clip(
       if grad is None
       else tf.clip_by_global_norm(
         [grad],
-        indexed_slices.in_dtype(global_clipnorm, grad.dtype),
+        row_sparse.in_dtype(global_clipnorm, grad.dtype),
         use_norm=tf.cast(norm, grad.dtype),
       )[0][0]
       for grad in wide
@@ -144,7 +144,7 @@ def _clip_by_value(
   values: tf.Tensor, limit: Any, keep_infinite: bool
 ) -> tf.Tensor:
   """Limits elements to the range from `-limit` to `limit`."""
-  limit = indexed_slices.in_dtype(limit, values.dtype)
+  limit = row_sparse.in_dtype(limit, values.dtype)
   clipped = tf.clip_by_value(values, -limit, limit)
   if keep_infinite:
     return tf.where(tf.math.is_inf(values), values, clipped)
@@ -157,7 +157,7 @@ def _widen(grad: Gradient) -> Gradient:
   In float16, the square of 300 is infinite.
   """
   if isinstance(grad, tf.IndexedSlices):
-    grad = indexed_slices.merge_duplicates(grad)
+    grad = row_sparse.merge_duplicates(grad)
   if _dtype(grad) in (tf.float16, tf.bfloat16):
     return _each(grad, tf.cast, tf.float32)
   return grad

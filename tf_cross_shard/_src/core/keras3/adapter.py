@@ -1,4 +1,4 @@
-"""The encapsulated optimizer of Keras 3.
+"""The wrapped optimizer of Keras 3.
 
 Keras 3 sums gradients over all replicas inside `apply`, and this sum cannot be
 turned off. Keras finds the replicas through the replica context. So
@@ -15,14 +15,10 @@ import keras
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.encapsulated import (
-  encapsulated,
-  keras_private,
-  loss_scaling,
-  optimizer_state,
-  state,
-)
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import keras_private, loss_scaling, state
+from tf_cross_shard._src.core.inner import names as names_lib
 
 
 class Keras3State(state.State):
@@ -54,13 +50,13 @@ class Keras3State(state.State):
       if index is None:
         continue
       count = len(layer._trainable_variables)
-      for attribute, slot in encapsulated.slots_at(layer, index, count, keys):
+      for attribute, slot in inner_lib.slots_at(layer, index, count, keys):
         name = slot.name
         kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
         # Adafactor names its row and column statistics after the variable only.
         names.append(kinds[0] if kinds else attribute.strip("_"))
         slots.append(slot)
-    return dict(zip(optimizer_state.unique(names), slots, strict=True))
+    return dict(zip(names_lib.unique(names), slots, strict=True))
 
   def slot_names(self) -> list[str]:
     """Returns the name of every slot, once."""
@@ -98,8 +94,8 @@ class Keras3LossScaling(loss_scaling.LossScaling):
     return self.scale_loss(limit)
 
 
-class Keras3Adapter(encapsulated.Encapsulated):
-  """An encapsulated `keras.optimizers.Optimizer`."""
+class Keras3Adapter(inner_lib.Inner):
+  """A wrapped `keras.optimizers.Optimizer`."""
 
   _state_class = Keras3State
   _scaling_class = Keras3LossScaling
@@ -230,5 +226,5 @@ class Keras3Adapter(encapsulated.Encapsulated):
 
 
 def adapter(optimizer: Any) -> Keras3Adapter:
-  """Returns the encapsulated form of an optimizer."""
+  """Returns the wrapped form of an optimizer."""
   return Keras3Adapter(optimizer)

@@ -16,17 +16,14 @@ versions.check_keras3()
 import keras
 import tensorflow as tf
 
-from tf_cross_shard._src.core import (
-  group_schedule,
-  optimizer,
-)
-from tf_cross_shard._src.core.gradients import loss_factor
+from tf_cross_shard._src.core import loss_factor, optimizer
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.keras3 import wrapper
-from tf_cross_shard._src.core.step import flow
-from tf_cross_shard._src.core.wrapper import forwarding
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 
-@forwarding.documented
+@wrapper_lib.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
@@ -58,22 +55,22 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
       RuntimeError: If you call it in the cross-replica context.
     """
     self._components.checks.check_place()
-    return self._encapsulated.scaling.scale_loss(
+    return self._inner.scaling.scale_loss(
       self._components.step.scale(loss, loss_factor.GLOBAL)
     )
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
-    if self._encapsulated.is_called_by_loss_scaler:
+    if self._inner.is_called_by_loss_scaler:
       self._components.step.apply_for_loss_scaler(grads, variables)
     else:
-      self._perform(flow.Call(grads, variables, through_apply=True))
+      self._perform(step_lib.Call(grads, variables, through_apply=True))
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
+@wrapper_lib.documented
 class PerGroup(
-  group_schedule.PerGroup,
+  per_group_lib.PerGroup,
   keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate, or another schedule, for each group."""

@@ -10,7 +10,8 @@ import tensorflow as tf
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras3 import adapter, v1_optimizers
-from tf_cross_shard._src.core.wrapper import forwarding, outer_loss_scaling
+from tf_cross_shard._src.core.outer import loss_scaler
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 # Attributes from Keras' constructor that the wrapper keeps.
 _OWN: Final = frozenset(
@@ -18,7 +19,7 @@ _OWN: Final = frozenset(
 )
 
 
-class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
+class Keras3Wrapper(wrapper_lib.OptimizerWrapper, keras.optimizers.Optimizer):
   """A Keras 3 optimizer that forwards everything except its step."""
 
   _package = "keras"
@@ -38,7 +39,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     for attribute in set(vars(self)) - _OWN:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del self.__dict__[attribute]
-    self._encapsulate(adapter.Keras3Adapter(opt))
+    self._wrap(adapter.Keras3Adapter(opt))
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Forwards the assignment.
@@ -48,7 +49,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     """
     if name == "loss_scale_factor":
       kind = keras.optimizers.LossScaleOptimizer
-      outer_scaler = outer_loss_scaling.find_caller(self, kind)
+      outer_scaler = loss_scaler.find_caller(self, kind)
       if outer_scaler is not None:
         apply = functools.partial(_build_and_apply, outer_scaler, self)
         methods = {"scale_loss": self.scale_loss, "apply": apply}
@@ -77,9 +78,7 @@ class Keras3Wrapper(forwarding.OptimizerWrapper, keras.optimizers.Optimizer):
     if not grads:
       return
     if trainable_variables is None:
-      trainable_variables = (
-        self._encapsulated.state.unsharded.trainable_variables
-      )
+      trainable_variables = self._inner.state.unsharded.trainable_variables
     trainable_variables = list(trainable_variables)
     if len(grads) != len(trainable_variables):
       raise ValueError(

@@ -1,4 +1,4 @@
-"""The encapsulated optimizers of tf_keras, new and legacy.
+"""The wrapped optimizers of tf_keras, new and legacy.
 
 tf_keras reaches other replicas (to sum gradients, for weight decay and for
 moving averages) through the replica context. So `apply_reduced` is called
@@ -15,15 +15,11 @@ import tensorflow as tf
 import tf_keras
 from tensorflow.python.distribute import distribute_lib
 
-from tf_cross_shard._src.core.encapsulated import (
-  encapsulated,
-  loss_scaling,
-  optimizer_state,
-  overriding,
-  state,
-)
-from tf_cross_shard._src.core.gradients import indexed_slices
+from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import loss_scaling, overriding, state
+from tf_cross_shard._src.core.inner import names as names_lib
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -52,10 +48,10 @@ class TfKerasState(state.State):
     """
     places = self._owner.innermost._index_dict
     index, count = places[keys[0]], len(places)
-    found = encapsulated.slots_at(self._owner.innermost, index, count, keys)
+    found = inner_lib.slots_at(self._owner.innermost, index, count, keys)
     slots = [slot for _, slot in found]
     # "m/dense/kernel:0" is the slot "m" of "dense/kernel" in Adam.
-    names = optimizer_state.unique([slot.name.split("/")[0] for slot in slots])
+    names = names_lib.unique([slot.name.split("/")[0] for slot in slots])
     return dict(zip(names, slots, strict=True))
 
 
@@ -129,8 +125,8 @@ class TfKerasLossScaling(loss_scaling.LossScaling):
     return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
 
 
-class TfKerasAdapter(encapsulated.Encapsulated):
-  """An encapsulated `tf_keras.optimizers.Optimizer`."""
+class TfKerasAdapter(inner_lib.Inner):
+  """A wrapped `tf_keras.optimizers.Optimizer`."""
 
   _state_class = TfKerasState
   _scaling_class = TfKerasLossScaling
@@ -140,7 +136,7 @@ class TfKerasAdapter(encapsulated.Encapsulated):
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)
 
   def __init__(self, optimizer: Any) -> None:
-    """Encapsulates the user's optimizer."""
+    """Wraps the user's optimizer."""
     self._trainable: list[Any] = []
     super().__init__(optimizer)
 
@@ -251,7 +247,7 @@ class TfKerasAdapter(encapsulated.Encapsulated):
 
 
 class LegacyOptimizer(TfKerasAdapter):
-  """An encapsulated `tf_keras.optimizers.legacy.Optimizer`."""
+  """A wrapped `tf_keras.optimizers.legacy.Optimizer`."""
 
   _state_class = LegacyState
   _gradient_methods = (
@@ -261,7 +257,7 @@ class LegacyOptimizer(TfKerasAdapter):
   )
 
   def __init__(self, optimizer: Any) -> None:
-    """Encapsulates the user's optimizer."""
+    """Wraps the user's optimizer."""
     super().__init__(optimizer)
     # Keras creates the iteration count when it is first read. Read it here,
     # because one of several replicas could not create it.
@@ -323,12 +319,12 @@ def _as_pairs(
 ) -> list[tuple[Gradient, Any]]:
   """Returns pairs, with each gradient in the dtype of its variable."""
   return [
-    (indexed_slices.cast(grad, variable), variable)
+    (row_sparse.cast(grad, variable), variable)
     for grad, variable in zip(grads, variables, strict=True)
   ]
 
 
 def adapter(opt: Any) -> TfKerasAdapter:
-  """Returns the encapsulated form of a new or a legacy optimizer."""
-  legacy = isinstance(encapsulated.innermost(opt), _LEGACY)
+  """Returns the wrapped form of a new or a legacy optimizer."""
+  legacy = isinstance(inner_lib.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasAdapter(opt)

@@ -18,18 +18,15 @@ versions.check_tf_keras()
 import tensorflow as tf
 import tf_keras as keras
 
-from tf_cross_shard._src.core import (
-  group_schedule,
-  optimizer,
-  validation,
-)
-from tf_cross_shard._src.core.gradients import differentiation, loss_factor
-from tf_cross_shard._src.core.step import flow
+from tf_cross_shard._src.core import loss_factor, optimizer, validation
+from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import step as step_lib
+from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import wrapper
-from tf_cross_shard._src.core.wrapper import forwarding
 
 
-@forwarding.documented
+@wrapper_lib.documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 class CrossShardOptimizer(
   optimizer.CrossShardOptimizer, wrapper.TfKerasWrapper
@@ -71,7 +68,7 @@ class CrossShardOptimizer(
   @tf.autograph.experimental.do_not_convert
   def aggregate_gradients(
     self, grads_and_vars: Iterable[Any]
-  ) -> differentiation.Pairs:
+  ) -> differentiate.Pairs:
     """Clips this replica's gradients and sums them over the group.
 
     >>> import tensorflow as tf
@@ -93,7 +90,7 @@ class CrossShardOptimizer(
       RuntimeError: If you call it in the cross-replica context.
     """
     self._components.checks.check_place()
-    call = flow.Call(*validation.check_pairs(grads_and_vars))
+    call = step_lib.Call(*validation.check_pairs(grads_and_vars))
     return list(
       zip(self._components.step.sum(call), call.variables, strict=True)
     )
@@ -133,17 +130,17 @@ class CrossShardOptimizer(
     if experimental_aggregate_gradients and not skip_gradients_aggregation:
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)
-    if self._encapsulated.is_called_by_loss_scaler:
+    if self._inner.is_called_by_loss_scaler:
       return self._components.step.apply_for_loss_scaler(grads, variables)
     validation.check_global_step(global_step)
-    call = flow.Call(grads, variables, global_step, name, is_reduced=True)
+    call = step_lib.Call(grads, variables, global_step, name, is_reduced=True)
     return self._perform(call)
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@forwarding.documented
+@wrapper_lib.documented
 class PerGroup(
-  group_schedule.PerGroup,
+  per_group_lib.PerGroup,
   keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate, or another schedule, for each group."""

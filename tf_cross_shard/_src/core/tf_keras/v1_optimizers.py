@@ -5,8 +5,8 @@ from typing import Any, Final
 import tensorflow as tf
 import tf_keras
 
-from tf_cross_shard._src.core.encapsulated import v1_update
-from tf_cross_shard._src.core.gradients import indexed_slices
+from tf_cross_shard._src.core.gradients import row_sparse
+from tf_cross_shard._src.core.inner import v1_update
 
 _register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
 _Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule
@@ -34,7 +34,7 @@ class _Update(v1_update.V1Update):
   def _deduplicate_sparse_grad(self, grads: Any) -> list[Any]:
     """Keeps merged rows: merging them a second time would fail under XLA."""
     return [
-      indexed_slices.merge_duplicates(grad)
+      row_sparse.merge_duplicates(grad)
       if isinstance(grad, tf.IndexedSlices)
       else grad
       for grad in grads

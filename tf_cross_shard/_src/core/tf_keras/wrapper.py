@@ -9,12 +9,13 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core.outer import loss_scaler
+from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import adapter, v1_optimizers
-from tf_cross_shard._src.core.wrapper import forwarding, outer_loss_scaling
 
 
 class TfKerasWrapper(
-  forwarding.OptimizerWrapper, tf_keras.optimizers.Optimizer
+  wrapper_lib.OptimizerWrapper, tf_keras.optimizers.Optimizer
 ):
   """A tf_keras optimizer that forwards everything except its step."""
 
@@ -39,15 +40,15 @@ class TfKerasWrapper(
       setattr(self, argument, limit)
     inner = adapter.adapter(opt)
     inner.check_class()
-    self._encapsulate(inner)
+    self._wrap(inner)
 
   def get_slot(self, var: Any, name: str) -> Any:
-    """Returns the encapsulated optimizer's slot for `var`, or None.
+    """Returns the wrapped optimizer's slot for `var`, or None.
 
     It accepts any object, because a checkpoint asks for the slots of everything
     that it saves.
     """
-    return self._encapsulated.state.unsharded.view(var, name)
+    return self._inner.state.unsharded.view(var, name)
 
   def __dir__(self) -> list[str]:
     """Returns also the names by which a checkpoint finds legacy slots."""
@@ -65,7 +66,7 @@ class TfKerasWrapper(
     super().__setattr__(name, value)
     if name == "_is_wrapped_by_loss_scale_optimizer":
       kind = tf_keras.mixed_precision.LossScaleOptimizer
-      outer_scaler = outer_loss_scaling.find_caller(self, kind)
+      outer_scaler = loss_scaler.find_caller(self, kind)
       if outer_scaler is not None:
         self._reduce_before(outer_scaler, self._methods_of_outer_scaler())
 
@@ -117,8 +118,8 @@ class TfKerasWrapper(
 
   @property
   def _is_legacy(self) -> bool:
-    """Whether the encapsulated optimizer is a legacy one."""
-    return isinstance(self._encapsulated, adapter.LegacyOptimizer)
+    """Whether the wrapped optimizer is a legacy one."""
+    return isinstance(self._inner, adapter.LegacyOptimizer)
 
   def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
     """Returns the children that a checkpoint or a SavedModel saves."""
@@ -127,7 +128,7 @@ class TfKerasWrapper(
       # The loader assumes that the wrapper is a new optimizer, and looks for
       # these two names. No state is lost: Keras restores no optimizer from a
       # SavedModel.
-      count = self._encapsulated.optimizer.iterations
+      count = self._inner.optimizer.iterations
       every = tf.__internal__.tracking.wrap([count])
       return {"_iterations": count, "_variables": every}
     return super()._trackable_children(save_type, **k)
@@ -139,10 +140,10 @@ class TfKerasWrapper(
     own = components.components_of(self)
     if own is None:
       return super()._track_trackable(trackable, name, *args, **k)
-    optimizer = own.encapsulated.optimizer
+    optimizer = own.inner.optimizer
     optimizer._maybe_initialize_trackable()
     if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
-      return trackable  # Of two loss scales, the encapsulated one is used.
+      return trackable  # Of two loss scales, the wrapped one is used.
     return optimizer._track_trackable(trackable, name, *args, **k)
 
   def _handle_deferred_dependencies(self, name: str, trackable: Any) -> Any:
@@ -152,7 +153,7 @@ class TfKerasWrapper(
 
   def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
     """Restores a slot of a legacy optimizer."""
-    optimizer = self._encapsulated.optimizer
+    optimizer = self._inner.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
   def _methods_of_outer_scaler(self) -> dict[str, Callable[..., Any]]:
@@ -163,7 +164,7 @@ class TfKerasWrapper(
     """
     return {
       "get_scaled_loss": self._scaled_loss,
-      "get_unscaled_gradients": self._encapsulated.scaling.unscale,
+      "get_unscaled_gradients": self._inner.scaling.unscale,
       "compute_gradients": lambda loss, var_list, tape=None: (
         self.compute_gradients(loss, var_list, tape=tape)
       ),
@@ -179,7 +180,7 @@ class TfKerasWrapper(
     """Scales a loss by the loss scale and by the factor of the mean."""
     if callable(loss):
       return lambda: self._scaled_loss(loss())
-    return self._encapsulated.scaling.scale_loss(self.scale_loss(loss))
+    return self._inner.scaling.scale_loss(self.scale_loss(loss))
 
   def _apply_around(
     self,

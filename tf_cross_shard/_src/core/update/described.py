@@ -11,9 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.encapsulated import fused_update, kernels
-from tf_cross_shard._src.core.update import sharded_update
-from tf_cross_shard._src.core.update import update as update_lib
+from tf_cross_shard._src.core.inner import fused, kernels
+from tf_cross_shard._src.core.update import replicated, sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +40,13 @@ class DescribedUpdate:
     shards: A member's copies of the parts of the weights that it updates.
   """
 
-  def __init__(self, update: update_lib.Update) -> None:
+  def __init__(self, update: replicated.Update) -> None:
     """Describes an update, which is built or not."""
     self._update = update
-    self._encapsulated, self._engine = update.encapsulated, update.engine
+    self._inner, self._engine = update.inner, update.engine
     self._members = update.engine.groups.group_size
-    self._buckets: list[sharded_update.WeightBucket] = []
-    if isinstance(update, sharded_update.ShardedUpdate):
+    self._buckets: list[sharded.WeightBucket] = []
+    if isinstance(update, sharded.ShardedUpdate):
       self._buckets = update.buckets
     shards = [bucket.shard for bucket in self._buckets]
     self.shards = [shard for shard in shards if shard is not None]
@@ -81,7 +80,7 @@ class DescribedUpdate:
       is_dense: Whether all gradients are made dense before they are summed.
     """
     update = self._update
-    if not isinstance(update, sharded_update.ShardedUpdate):
+    if not isinstance(update, sharded.ShardedUpdate):
       return self._whole_rows(variables, is_dense)
     tables = update.unsharded_tables
     rows = dict(
@@ -116,23 +115,23 @@ class DescribedUpdate:
 
   def _ways(
     self, variables: Sequence[Any], are_sparse: Sequence[bool]
-  ) -> list[fused_update.Way]:
+  ) -> list[fused.Way]:
     """Returns for each variable how one member updates it."""
-    optimizer, tables = self._encapsulated.innermost, self._update.tables
-    plan = fused_update.plan(
+    optimizer, tables = self._inner.innermost, self._update.tables
+    plan = fused.plan(
       optimizer,
-      self._encapsulated.fused,
-      self._engine.is_spmd or fused_update.is_compiled(optimizer),
+      self._inner.fused,
+      self._engine.is_spmd or fused.is_compiled(optimizer),
       in_function=True,
     )
     natives = list(map(variables_lib.native, variables))
     if tables.clips_to_dense(variables):
       are_sparse = [False] * len(variables)
-    by_rows = fused_update.Way("rows", "only the rows in the batch")
-    value = fused_update.Way("assign", "the gradient is the next value")
+    by_rows = fused.Way("rows", "only the rows in the batch")
+    value = fused.Way("assign", "the gradient is the next value")
     return [
       value
-      if self._encapsulated.is_overwritten(variable)
+      if self._inner.is_overwritten(variable)
       else by_rows
       if is_sparse and tables.is_by_rows(variable)
       else way
@@ -142,11 +141,11 @@ class DescribedUpdate:
     ]
 
   def _whole_row(
-    self, variable: Any, is_sparse: bool, way: fused_update.Way
+    self, variable: Any, is_sparse: bool, way: fused.Way
   ) -> VariableUpdate:
     """Returns the row of a variable that all members update as a whole."""
     size, dtype = num_elements(variable), _dtype_of(variable)
-    is_value = self._encapsulated.is_overwritten(variable)
+    is_value = self._inner.is_overwritten(variable)
     item = dtype.size if is_value else self._update.wire.bytes_of(dtype)
     # An all-reduce is a reduce-scatter and an all-gather.
     sent = self._ring_bytes(2 * size * item)
@@ -157,14 +156,14 @@ class DescribedUpdate:
       elements=(size,) * self._members,
       owner=None,
       bytes_sent=None if is_sparse and self._members > 1 else sent,
-      state_bytes=num_bytes(self._encapsulated.state.slots(variable).values()),
+      state_bytes=num_bytes(self._inner.state.slots(variable).values()),
     )
 
   def _sharded_row(
     self,
-    bucket: sharded_update.WeightBucket,
+    bucket: sharded.WeightBucket,
     index: int,
-    ways: Sequence[dict[int, fused_update.Way]],
+    ways: Sequence[dict[int, fused.Way]],
   ) -> VariableUpdate:
     """Returns the row of a weight that is in a bucket."""
     variable, layout = bucket.variables[index], bucket.layout
@@ -172,7 +171,7 @@ class DescribedUpdate:
     member = layout.owners.get(index, 0)
     updated = variable if bucket.shard is None else bucket.shard
     way = ways[member][id(updated)]
-    kept = num_bytes(self._encapsulated.state.slots(updated).values())
+    kept = num_bytes(self._inner.state.slots(updated).values())
     if bucket.shard is not None:
       # A member keeps one n-th of the weight's elements, on average.
       kept += num_bytes([bucket.shard])

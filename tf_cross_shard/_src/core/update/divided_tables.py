@@ -14,11 +14,7 @@ from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import (
-  clipping,
-  finite,
-  indexed_slices,
-)
+from tf_cross_shard._src.core.gradients import clipping, finite, row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 
 
@@ -59,10 +55,8 @@ def check(
   used += [
     n for n in settings_lib.LIMITS if n in (settings.group_settings or {})
   ]
-  used += ["use_ema"] * bool(context.encapsulated.averages)
-  used += ["use_ema"] * bool(
-    getattr(context.encapsulated.innermost, "use_ema", False)
-  )
+  used += ["use_ema"] * bool(context.inner.averages)
+  used += ["use_ema"] * bool(getattr(context.inner.innermost, "use_ema", False))
   if used:
     raise ValueError(
       f"`{used[0]}` does not work with a ShardedEmbedding ({path}). Remove it,"
@@ -90,19 +84,17 @@ def clip_whole_tables(
       )
   # Rows of the same index are added up before anything squares them.
   sums = [
-    indexed_slices.merge_duplicates(total)
-    if own and total is not None
-    else total
+    row_sparse.merge_duplicates(total) if own and total is not None else total
     for total, own in zip(sums, is_owned, strict=True)
   ]
   if context.may_skip:
     # Times 1 changes no bit. Times NaN turns every element into NaN.
     marker = finite.zero_or_nan(sums, context.engine.all_reduce_sum)
-    sums = [indexed_slices.times(total, 1.0 + marker) for total in sums]
-  for name, limit in clipping.limits_of(context.encapsulated.innermost).items():
+    sums = [row_sparse.times(total, 1.0 + marker) for total in sums]
+  for name, limit in clipping.limits_of(context.inner.innermost).items():
     if limit is None:
       continue
-    limit = context.encapsulated.scaling.scale_limit(limit)
+    limit = context.inner.scaling.scale_limit(limit)
     if name == "clipvalue":
       return clipping.clip(
         sums, clipvalue=limit, keep_infinite=context.may_skip
@@ -141,6 +133,6 @@ def _clip_by_norm(
   if is_global:
     squares = [tf.add_n(squares)] * len(squares)
   return [
-    indexed_slices.times(total, clipping.scale_to(limit, square))
+    row_sparse.times(total, clipping.scale_to(limit, square))
     for total, square in zip(sums, squares, strict=True)
   ]

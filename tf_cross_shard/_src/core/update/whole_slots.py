@@ -29,8 +29,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import divided_rows
-from tf_cross_shard._src.core.collectives import engine as engines
-from tf_cross_shard._src.core.collectives import replica_values
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.reduce import engine as engines
 
 _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 
@@ -163,9 +163,9 @@ class WholeSlot(_Trackable):
     flat = np.concatenate(parts)[self._span.start : self._span.stop]
     return flat.reshape(self._span.shape)
 
-  def _copies(self) -> replica_values.Copies:
+  def _copies(self) -> replicas_lib.Copies:
     """Returns access to every replica's copy of a variable."""
-    return replica_values.Copies(self.distribute_strategy)
+    return replicas_lib.Copies(self.distribute_strategy)
 
   # The two methods by which tf.train.Checkpoint saves and restores a variable.
 

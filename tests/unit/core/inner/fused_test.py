@@ -1,0 +1,391 @@
+"""Tests that updates by kernels and by XLA equal Keras' updates."""
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import formulas, testbed
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard._src.core.inner import fused
+
+KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
+STEPS = 200
+# Class, settings exact in every dtype where that is possible, formula, kernel.
+FUSED: dict[str, tuple[str, dict[str, Any], formulas.Formula, str]] = {
+  "SGD": ("SGD", {}, formulas.sgd, "GradientDescent"),
+  "momentum": ("SGD", {"momentum": 0.5}, formulas.sgd, "KerasMomentum"),
+  "nesterov": (
+    "SGD",
+    {"momentum": 0.75, "nesterov": True},
+    formulas.sgd,
+    "KerasMomentum",
+  ),
+  "Adam": ("Adam", {}, formulas.adam, "Adam"),
+  "AdamW": ("AdamW", {"weight_decay": 0.25}, formulas.adam, "Adam"),
+  "Adamax": ("Adamax", {}, formulas.adamax, "AdaMax"),
+  "RMSprop": ("RMSprop", {"momentum": 0.5}, formulas.rmsprop, "RMSProp"),
+  "centered": (
+    "RMSprop",
+    {"momentum": 0.5, "centered": True},
+    formulas.rmsprop,
+    "CenteredRMSProp",
+  ),
+  "Adadelta": ("Adadelta", {}, formulas.adadelta, "Adadelta"),
+  "Ftrl": ("Ftrl", {}, formulas.ftrl, "FtrlV2"),
+  "Ftrl's settings": (
+    "Ftrl",
+    {
+      "learning_rate_power": -0.75,
+      "l1_regularization_strength": 0.5,
+      "l2_regularization_strength": 0.25,
+      "l2_shrinkage_regularization_strength": 0.125,
+      "beta": 0.5,
+    },
+    formulas.ftrl,
+    "FtrlV2",
+  ),
+  "amsgrad": ("Adam", {"amsgrad": True}, formulas.amsgrad, "XLA"),
+  "Nadam": ("Nadam", {}, formulas.nadam, "XLA"),
+  "Adagrad": ("Adagrad", {}, formulas.adagrad, "XLA"),
+  "Lion": ("Lion", {}, formulas.lion, "XLA"),
+  "RMSprop, no momentum": ("RMSprop", {}, formulas.rmsprop, "XLA"),
+}
+RATE = 0.0625
+
+
+def kernels_in(function: Any, *args: Any) -> set[str]:
+  """The kernels that a traced function and those in it run; "XLA" for XLA."""
+  graph = function.get_concrete_function(*args).graph
+  names = {operation.type for operation in graph.get_operations()}
+  for called in graph.as_graph_def().library.function:
+    names |= {node.op for node in called.node_def}
+    if called.attr["_XlaMustCompile"].b:
+      names.add("ResourceApplyXLA")
+  prefix = "ResourceApply"
+  return {name.removeprefix(prefix) for name in names if prefix in name}
+
+
+def gradients(dtype: str) -> formulas.Numbers:
+  """[steps, replicas, 24] sixteenths, whose sums are exact."""
+  rng = np.random.default_rng(3)
+  parts = rng.integers(-24, 25, size=(STEPS, testbed.REPLICAS, 24)) / 16
+  return parts.astype(dtype)
+
+
+def expected(name: str, sums: formulas.Numbers) -> formulas.Numbers:
+  """The formula in NumPy's longest floats."""
+  _, settings, formula, _ = FUSED[name]
+  settings = {"learning_rate": RATE, **settings}
+  slots = formulas.first_slots(formula, np.zeros(24, np.longdouble))
+  weight = (
+    np.linspace(-1.4375, 1.4375, 24).astype("float32").astype(np.longdouble)
+  )
+  for t, grad in enumerate(sums.astype(np.longdouble), 1):
+    weight = formula(settings, weight, grad, t, slots)
+  return weight
+
+
+def first_weight(library: Any, dtype: str) -> Any:
+  value = np.linspace(-1.4375, 1.4375, 24).astype("float32").astype(dtype)
+  kind = getattr(library, "Variable", tf.Variable)
+  return kind(value, dtype=dtype)
+
+
+def plain(name: str, library: Any) -> Any:
+  """Keras' own optimizer."""
+  kind, settings, _, _ = FUSED[name]
+  return getattr(library.optimizers, kind)(RATE, **settings)
+
+
+def train(optimizer: Any, weight: Any, grads: Any, strategy: Any = None) -> Any:
+  """Takes a step with each replica's row of each of `grads`; returns it."""
+  scope = strategy or tf.distribute.get_strategy()
+  with scope.scope():
+    optimizer.build([weight])
+
+  @tf.function(autograph=False)
+  def step(grads: tf.Tensor) -> None:
+    scope.run(
+      lambda: optimizer.apply_gradients([(grads[testbed.replica_id()], weight)])
+    )
+
+  for row in grads:
+    step(tf.constant(row))
+  return step
+
+
+def error(weight: formulas.Numbers, name: str, sums: formulas.Numbers) -> float:
+  """Root mean square of the differences to the formula."""
+  difference = weight.astype(np.longdouble) - expected(name, sums)
+  return float(np.sqrt(np.mean(difference**2)))
+
+
+@pytest.mark.parametrize(
+  ("name", "which", "dtype"),
+  [
+    (name, which, ("float32", "float64")[(i + j) % 2])
+    for i, name in enumerate(FUSED)
+    for j, which in enumerate(KERASES)
+    if which == "keras" or FUSED[name][3] != "XLA"
+  ],
+)
+def test_kernels_are_as_accurate_as_keras(
+  name: str, which: str, dtype: str
+) -> None:
+  """Compares with the formula, and after a few steps with plain Keras."""
+  library, package = KERASES[which]
+  grads = gradients(dtype)[:, :1]
+  errors, after_few = [], []
+  for is_fused in (False, True):
+    weight = first_weight(library, dtype)
+    # Kernels are the default; XLA is one where it is faster.
+    has_kernel = is_fused and FUSED[name][3] != "XLA"
+    optimizer = package.CrossShardOptimizer(
+      plain(name, library), fused_update=None if has_kernel else is_fused
+    )
+    step = train(optimizer, weight, grads[:5])
+    after_few.append(weight.numpy())
+    for row in grads[5:]:
+      step(tf.constant(row))
+    is_v1_slot = which == "tf_keras" and name == "SGD"
+    kernel = "KerasMomentum" if is_v1_slot else FUSED[name][3]
+    found = kernels_in(step, tf.constant(grads[0]))
+    assert found == ({kernel} if is_fused else set())
+    errors.append(error(weight.numpy(), name, grads[:, 0]))
+  assert errors[1] <= 1.5 * errors[0] < 1e-4
+  bound = 1e-13 if dtype == "float64" else 1e-5
+  np.testing.assert_allclose(*after_few, rtol=0, atol=bound)
+
+
+def _moving_average() -> Any:
+  return tf_keras.optimizers.SGD(
+    RATE,
+    momentum=0.5,
+    use_ema=True,
+    ema_momentum=0.5,
+    ema_overwrite_frequency=3,
+  )
+
+
+def _loss_scaled() -> Any:
+  return tf_keras.mixed_precision.LossScaleOptimizer(
+    tf_keras.optimizers.SGD(RATE, momentum=0.5), initial_scale=4.0
+  )
+
+
+@pytest.mark.parametrize("make", [_moving_average, _loss_scaled])
+def test_tf_keras_clipping_decay_and_averages_with_kernels(make: Any) -> None:
+  """The tests of clipping, accumulation and weight decay check Keras 3.
+
+  Kernels are the default, and a few steps are exact in any order.
+  """
+  grads = gradients("float32")[:5, :1].copy()
+  if make is _loss_scaled:
+    grads[2] = np.inf
+  states = []
+  for is_fused in (False, None):
+    weight = first_weight(tf_keras, "float32")
+    optimizer = ours_tf_keras.CrossShardOptimizer(make(), fused_update=is_fused)
+    step = train(optimizer, weight, grads)
+    assert bool(kernels_in(step, tf.constant(grads[0]))) == (is_fused is None)
+    states.append([each.numpy() for each in (weight, *optimizer.variables)])
+  for one, other in zip(*states, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+class _Halved(keras.optimizers.Adam):
+  """An update step of the user's own."""
+
+  def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+    super().update_step(gradient, variable, rate / 2)
+
+
+class _TfKerasHalved(tf_keras.optimizers.SGD):
+  """An update step of the user's own."""
+
+  def update_step(self, gradient: Any, variable: Any) -> None:
+    super().update_step(gradient / 2, variable)
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "package"),
+  [
+    (_TfKerasHalved(0.5), ours_tf_keras),
+    (tf_keras.optimizers.Nadam(), ours_tf_keras),
+    (tf_keras.optimizers.legacy.Adam(), ours_tf_keras),
+  ],
+  ids=lambda each: type(each).__name__,
+)
+def test_kernels_are_not_used_for_other_formulas(
+  optimizer: Any, package: Any
+) -> None:
+  assert fused.find_kernel(optimizer) is None
+  with pytest.raises(ValueError, match="is True, but TensorFlow"):
+    package.CrossShardOptimizer(optimizer, fused_update=True)
+  weight = tf.Variable([1.0, 2.0])
+  ours = package.CrossShardOptimizer(optimizer)
+  if not testbed.is_legacy(optimizer):  # Theirs are such kernels themselves.
+    ones = np.ones((1, 1, 2), "float32")
+    assert kernels_in(train(ours, weight, ones), ones[0]) == set()
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "count", "dtype", "found"),
+  [
+    (keras.optimizers.Nadam(), 1_000_000, "float32", {"XLA"}),
+    (keras.optimizers.Adam(amsgrad=True), 1_000_000, "float32", {"XLA"}),
+    (keras.optimizers.Nadam(), 999_999, "float32", set()),
+    (keras.optimizers.Nadam(), 1_000_000, "float16", set()),
+    (_Halved(0.5), 1_000_000, "float32", set()),
+  ],
+)
+def test_plan_uses_xla_for_large_models(
+  optimizer: Any, count: int, dtype: str, found: set[str]
+) -> None:
+  assert fused.find_kernel(optimizer) is None
+  weight = keras.Variable(np.ones(count, dtype), dtype=dtype)
+  ours = keras3.CrossShardOptimizer(optimizer)
+  ones = np.ones([1, 1, count], dtype)
+  step = train(ours, weight, ones[:0])
+  assert kernels_in(step, tf.constant(ones[0])) == found
+  ours.apply_gradients([(tf.constant(ones[0, 0]), weight)])  # Eager: Keras.
+  assert int(ours.iterations.numpy()) == 1
+
+
+def test_xla_compiles_a_class_of_the_users_when_asked() -> None:
+  weights = []
+  for is_fused in (None, True):
+    weight = first_weight(keras, "float32")
+    ours = keras3.CrossShardOptimizer(_Halved(0.5), fused_update=is_fused)
+    step = train(ours, weight, gradients("float32")[:3, :1])
+    found = kernels_in(step, tf.constant(gradients("float32")[0]))
+    assert found == ({"XLA"} if is_fused else set())
+    weights.append(weight.numpy())
+  np.testing.assert_allclose(*weights, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
+def test_xla_leaves_rows_and_half_precision_to_keras(name: str) -> None:
+  """Keras updates sparse rows and half precision.
+
+  Adagrad updates sparse rows itself; RMSprop converts sparse gradients to dense
+  ones.
+  """
+  values, shape = tf.constant([[1.0, 2.0]]), tf.constant([3, 2])
+  rows = tf.IndexedSlices(values, tf.constant([2]), shape)
+  grads = [rows, tf.constant([4.0, -1.0]), tf.constant([2.0], tf.float16)]
+  states = []
+  for is_fused in (False, True):
+    weights = [keras.Variable(tf.ones([3, 2])), keras.Variable(tf.ones(2))]
+    weights.append(keras.Variable(tf.ones(1, tf.float16), dtype="float16"))
+    optimizer = keras3.CrossShardOptimizer(
+      getattr(keras.optimizers, name)(RATE), fused_update=is_fused
+    )
+    optimizer.build(weights)
+    pairs = list(zip(grads, weights, strict=True))
+    apply = functools.partial(optimizer.apply_gradients, pairs)
+    step = tf.function(apply, autograph=False)
+    step()
+    assert kernels_in(step) == ({"XLA"} if is_fused else set())
+    states.append([w.numpy() for w in (*weights, *optimizer.variables)])
+    assert (weights[0].numpy()[:2] == 1).all()
+    assert all((w.numpy() != 1).any() for w in weights)
+  for compiled, plain_state in zip(*states, strict=True):
+    np.testing.assert_allclose(compiled, plain_state, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_xla_compiles_updates_inside_conditions(shard_update: bool) -> None:
+  """XLA also compiles updates in `tf.cond`.
+
+  Accumulation and `skip_nonfinite` put the update into such conditions.
+  """
+  strategy = testbed.mirrored()
+  grads = gradients("float32")[:8].copy()
+  grads[2] = np.inf
+  values = []
+  for is_fused in (False, True):
+    with strategy.scope():
+      weight = first_weight(keras, "float32")
+      optimizer = keras3.CrossShardOptimizer(
+        plain("Nadam", keras),
+        group_assignment=[[0, 1], [2, 3]],
+        accumulate_steps=2,
+        skip_nonfinite=True,
+        fused_update=is_fused,
+        shard_update=shard_update,
+      )
+    step = train(optimizer, weight, grads, strategy)
+    found = kernels_in(step, tf.constant(grads[0]))
+    assert found == ({"XLA"} if is_fused else set())
+    copies = strategy.experimental_local_results(weight.value)
+    values.append([copy.numpy() for copy in copies])
+  np.testing.assert_allclose(*values, rtol=0, atol=1e-6)
+  first, second, third, fourth = values[1]
+  np.testing.assert_array_equal(first, second)
+  np.testing.assert_array_equal(third, fourth)
+  assert np.abs(first - third).max() > 1e-3
+
+
+def test_an_update_step_of_the_object_runs() -> None:
+  weight, optimizer = tf.Variable([1.0, 2.0]), keras.optimizers.SGD(1.0)
+
+  def update_step(gradient: Any, variable: Any, rate: Any) -> None:
+    variable.assign_add(gradient * rate)
+
+  optimizer.update_step = update_step
+  ours = keras3.CrossShardOptimizer(optimizer)
+  ours.apply_gradients([(tf.constant([3.0, 4.0]), weight)])
+  assert weight.numpy().tolist() == [4.0, 6.0]
+  assert optimizer.update_step is update_step
+
+
+@pytest.mark.parametrize("which", KERASES)
+def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
+  library, package = KERASES[which]
+  optimizer, weight = (
+    library.optimizers.Adam(),
+    first_weight(library, "float32"),
+  )
+  ours = package.CrossShardOptimizer(optimizer)
+  ours.build([weight])
+  names, config = set(vars(optimizer)), copy.deepcopy(optimizer.get_config())
+  ours.apply_gradients([(tf.ones(24), weight)])
+  with pytest.raises(tf.errors.InvalidArgumentError):
+    ours._inner.apply_reduced([tf.ones(23)], [weight])
+  assert set(vars(optimizer)) - {"_current_learning_rate"} == names - {
+    "_current_learning_rate"
+  }
+  assert optimizer.get_config() == config
+  restored = pickle.loads(pickle.dumps(ours))
+  assert restored.fused_update is None
+  assert int(restored.iterations.numpy()) == 1
+
+
+def test_compiled_by_xla() -> None:
+  states = []
+  for name in (
+    *("Adam", "nesterov", "centered", "Adamax", "Adadelta", "Ftrl"),
+    "Nadam",
+  ):
+    for is_compiled in (False, True):
+      weight = first_weight(keras, "float32")
+      optimizer = keras3.CrossShardOptimizer(
+        plain(name, keras), fused_update=True
+      )
+      optimizer.build([weight])
+      step = functools.partial(
+        optimizer.apply_gradients, [(tf.ones(24), weight)]
+      )
+      tf.function(step, jit_compile=is_compiled, autograph=False)()
+      states.append(weight.numpy())
+    np.testing.assert_allclose(states[-1], states[-2], rtol=0, atol=1e-6)
+    assert np.abs(states[-1] - first_weight(keras, "float32")).max() > 1e-5

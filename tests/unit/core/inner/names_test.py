@@ -1,0 +1,133 @@
+"""All variables of optimizers, of Keras 3 and tf_keras, by lasting names."""
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard._src.core.inner import names as names_lib
+
+
+def _weights() -> list[Any]:
+  """Returns variables with equal names, and names that end with a number."""
+  names = ("dense_7/kernel", "dense_7_1/kernel", "dense_9/kernel", "w", "w")
+  return [tf.Variable([1.0], name=name) for name in names]
+
+
+def _names(optimizer: Any) -> list[str]:
+  found = names_lib.state_variables(optimizer)
+  names = [name for name, _ in found]
+  assert len(set(names)) == len(names)
+  assert len({id(variable) for _, variable in found}) == len(found)
+  return names
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_names_of_slots(wrapped: bool) -> None:
+  optimizer: Any = tf.keras.optimizers.SGD(momentum=0.5, name="mine_3")
+  if wrapped:
+    optimizer = CrossShardOptimizer(optimizer)
+  optimizer.build(_weights())
+  assert _names(optimizer) == [
+    "mine_3/iteration",  # a name that the user chose
+    "mine_3/learning_rate",
+    "mine_3/dense/kernel/momentum",
+    "mine_3/dense_7_1/kernel/momentum",
+    "mine_3/dense_1/kernel/momentum",
+    "mine_3/w/momentum",
+    "mine_3/w/momentum#2",
+  ]
+
+
+def test_state_names_with_outer_loss_scale_optimizer() -> None:
+  """A LossScaleOptimizer has its own iteration count.
+
+  Each variable is listed once, even if `compile` has put the LossScaleOptimizer
+  around our optimizer and the user only has our optimizer.
+  """
+  adam = tf.keras.optimizers.Adam(name="adam")
+  sharded = CrossShardOptimizer(adam)
+  scaled = tf.keras.optimizers.LossScaleOptimizer(sharded, name="scale")
+  scaled.build([tf.Variable([1.0], name="w")])
+  assert _names(sharded) == _names(scaled)
+  assert sorted({*_names(scaled)} - {*_names(adam)}) == [
+    f"scale/{name}"
+    for name in ("dynamic_scale", "iteration", "learning_rate", "step_counter")
+  ]
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Nadam"])
+def test_names_do_not_depend_on_what_was_made_before(kind: str) -> None:
+  """State names do not contain the numbers that Keras adds to layer names."""
+  found = []
+  for _ in range(2):
+    model = tf.keras.Sequential(
+      [tf.keras.Input((2,)), *(tf.keras.layers.Dense(2) for _ in range(3))]
+    )
+    optimizer = getattr(tf.keras.optimizers, kind)()
+    optimizer.build(model.trainable_variables)
+    found.append(_names(optimizer))
+  assert found[0] == found[1]
+  assert len(found[0]) > 12
+
+
+def test_window_sums_are_named_after_stable_names() -> None:
+  """Accumulated gradients keep their names if other layers were made first."""
+  found = []
+  for numbers in (("", "_1"), ("_7", "_9")):
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(momentum=0.5), accumulate_steps=2
+    )
+    optimizer.build(
+      [tf.Variable([1.0], name=f"dense{number}/kernel") for number in numbers]
+    )
+    found.append(_names(optimizer))
+  assert found[0] == found[1]
+  sums = ["gradient_sum/dense/kernel", "gradient_sum/dense_1/kernel"]
+  assert found[0][-2:] == sums
+
+
+def _kinds(optimizer: Any) -> set[str]:
+  return {name.rpartition("/")[2] for name in _names(optimizer)}
+
+
+def test_tf_keras_state_includes_learning_rate() -> None:
+  adam = tf_keras.optimizers.Adam(0.5)
+  with pytest.raises(ValueError, match="not built"):
+    names_lib.state_variables(adam)
+  adam.build(_weights())
+  found = dict(names_lib.state_variables(adam))
+  [rate] = [v for name, v in found.items() if "learning_rate" in name]
+  assert float(rate.numpy()) == 0.5
+  assert "iteration" in _kinds(adam)
+  assert len(found) == 2 * len(_weights()) + 2
+
+
+def test_tf_keras_state_includes_loss_scale() -> None:
+  adam = tf_keras.optimizers.Adam()
+  scaled = tf_keras.mixed_precision.LossScaleOptimizer(adam)
+  with pytest.raises(ValueError, match="not built"):
+    names_lib.state_variables(scaled)
+  scaled.build(_weights())
+  more = {*_names(scaled)} - {*_names(adam)}
+  assert more == {"current_loss_scale", "good_steps"}
+
+
+def test_legacy_state_includes_hyperparameters() -> None:
+  legacy = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.25)
+  with pytest.raises(ValueError, match="not built"):
+    names_lib.state_variables(legacy)
+  weights = _weights()
+  legacy.apply_gradients([(tf.ones([1]), weight) for weight in weights])
+  names = _names(legacy)
+  assert {"SGD/iter", "SGD/learning_rate", "SGD/momentum"} <= set(names)
+  assert sum("/w" in name for name in names) == 2
+
+
+@pytest.mark.parametrize("what", [None, "adam", 3, tf.Module])
+def test_other_objects_raise_type_error(what: Any) -> None:
+  what = what() if callable(what) else what
+  with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):
+    names_lib.state_variables(what)

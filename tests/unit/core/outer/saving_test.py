@@ -1,0 +1,394 @@
+"""Saving or setting weights in ways that lose the values of groups warns."""
+
+import contextlib
+import copy
+import functools
+import pathlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import covering, testbed, training
+from tests.support import replica_state_cases as cases
+from tests.support.training import KERASES
+from tf_cross_shard import replica_state
+from tf_cross_shard._src.core.inner import inner as inner_lib
+
+PAIR = [[0], [1]]
+
+
+def _adam(home: Any) -> Any:
+  return home.Adam(0.01, epsilon=1e-3)
+
+
+def _model(
+  kind: str, groups: Any = PAIR, make: Callable[[Any], Any] = _adam
+) -> Any:
+  """A compiled and built model of two replicas; "legacy" is of tf_keras."""
+  library, package = KERASES["keras" if kind == "keras" else "tf_keras"]
+  optimizers = library.optimizers
+  library.utils.set_random_seed(1)
+  with testbed.mirrored(2).scope():
+    layers = [library.layers.Dense(4, "tanh"), library.layers.Dense(2)]
+    model = library.Sequential([library.Input((3,)), *layers])
+    opt = make(optimizers.legacy if kind == "legacy" else optimizers)
+    optimizer = package.CrossShardOptimizer(opt, group_assignment=groups)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, "mse")
+  return model
+
+
+def _data() -> tf.data.Dataset:
+  """Three batches of eight; replicas see different rows."""
+  rng = np.random.default_rng(0)
+  x, y = rng.normal(size=(24, 3)), rng.normal(size=(24, 2))
+  data = tf.data.Dataset.from_tensor_slices(
+    (x.astype("float32"), y.astype("float32"))
+  )
+  return data.batch(8)
+
+
+def test_state_of_another_optimizer_raises_an_error() -> None:
+  _, package = KERASES["tf_keras"]
+  stranger = package.CrossShardOptimizer(tf_keras.optimizers.legacy.SGD())
+  with pytest.raises(ValueError, match="list of length 3"):
+    stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
+
+
+def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
+  """The usual ways of saving."""
+  optimizer = model.optimizer
+  return {
+    "checkpoint": lambda: tf.train.Checkpoint(optimizer=optimizer).save(
+      str(folder / "checkpoint")
+    ),
+    "model": lambda: model.save(str(folder / "model.keras")),
+    "pickle": lambda: pickle.dumps(optimizer),
+    "copy": lambda: copy.deepcopy(optimizer),
+  }
+
+
+@pytest.mark.parametrize(
+  ("kind", "way"),
+  [
+    ("keras", "checkpoint"),
+    ("keras", "pickle"),
+    ("keras", "copy"),
+    ("tf_keras", "model"),
+    ("legacy", "checkpoint"),
+  ],
+)
+def test_groups_are_warned_about_once(
+  kind: str, way: str, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind)
+  save = _ways(model, tmp_path)[way]
+  save()
+  assert said == []  # Groups are equal.
+  cases.spread(model.optimizer.iterations, [1, 2])  # A single variable.
+  save()
+  save()
+  [line] = said
+  assert "trains 2 groups, which differ in weights and slots" in line
+  assert "tf_cross_shard.replica_state.save()" in line
+
+
+def test_one_group_needs_no_warning(
+  said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model("keras", None)
+  for save in _ways(model, tmp_path).values():
+    save()
+  assert said == []
+
+
+def _set_weights(model: Any, folder: pathlib.Path) -> None:
+  """Sets weights within `fit`; the next epoch makes groups differ again."""
+  library = keras if isinstance(model, keras.Model) else tf_keras
+
+  class Set(library.callbacks.Callback):  # type: ignore[misc,name-defined]
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+      if epoch == 0:
+        self.model.set_weights(self.model.get_weights())
+
+  testbed.fit(model, _data(), 2, callbacks=[Set()])
+
+
+def _restore_and_save(model: Any, folder: pathlib.Path) -> None:
+  checkpoint = tf.train.Checkpoint(model=model)
+  testbed.fit(model, _data())
+  checkpoint.restore(checkpoint.save(str(folder / "a")))
+  pickle.dumps(model.optimizer)
+
+
+COLLAPSED = "or a checkpoint, gave all groups the same weights"
+
+
+@pytest.mark.parametrize(
+  ("kind", "collapse"),
+  [
+    ("legacy", _set_weights),
+    ("keras", _restore_and_save),
+  ],
+)
+def test_warning_if_callbacks_make_groups_equal(
+  kind: str, collapse: Any, said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model(kind)
+  model.set_weights([w + 1.0 for w in model.get_weights()])
+  testbed.fit(model, _data())
+  one, other = replica_state.values(model.weights[-1])
+  assert (one != other).any()
+  assert said == []
+  collapse(model, tmp_path)
+  [line] = [line for line in said if COLLAPSED in line]
+  collapse(model, tmp_path)
+  assert [each for each in said if COLLAPSED in each] == [line]
+  assert "CrossShardOptimizer trains 2 groups" in line
+  assert "tf_cross_shard.replica_state.save()" in line
+
+
+def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
+  """Trains several members per group in a custom loop."""
+  strategy = testbed.virtual(4)
+  [weight], optimizer = training.build(
+    *("keras", lambda library: library.optimizers.SGD()),
+    *({"weight": np.zeros(2, "f")}, strategy),
+    group_assignment=testbed.GROUPINGS["strided"],
+  )
+  run = training.stepper([weight], optimizer, strategy)
+  step = functools.partial(run, [[1, 2], [2, 4], [4, 8], [8, 16]])
+  step()
+  replica_state.average(optimizer, [weight])
+  pickle.dumps(optimizer)
+  assert said == []  # `average` made the groups equal.
+  step()
+  pickle.dumps(optimizer)
+  [line] = said
+  assert "which differ in weights" in line
+  weight.assign(weight)
+  step()
+  pickle.dumps(optimizer)
+  assert COLLAPSED in said[1]
+
+
+def test_functions_that_keep_or_equalize_groups_do_not_warn(
+  said: list[str], tmp_path: pathlib.Path
+) -> None:
+  model = _model("keras")
+  both = model.optimizer, model
+  replica_state.save(tmp_path / "equal", *both)
+  copy_group = functools.partial(replica_state.copy_group, 1, 0)
+  for make_equal in (replica_state.average, copy_group):
+    testbed.fit(model, _data())
+    make_equal(*both)
+  testbed.fit(model, _data())
+  replica_state.save(tmp_path / "different", *both)
+  for name in ("equal", "different"):
+    replica_state.restore(tmp_path / name, *both)
+    testbed.fit(model, _data())
+  assert said == []
+
+
+def test_moving_averages_are_each_groups_own() -> None:
+  """Keras writes averages into the weights when `fit` ends."""
+
+  def make(home: Any) -> Any:
+    return home.SGD(0.5, use_ema=True, ema_momentum=0.5)
+
+  model = _model("tf_keras", make=make)
+  testbed.fit(model, _data())
+  inner = model.optimizer.inner_optimizer
+  averages = inner._model_variables_moving_average
+  for weight, average in zip(model.trainable_variables, averages, strict=True):
+    found = replica_state.values(weight)
+    assert found[0].tobytes() != found[1].tobytes()
+    for mine, expected in zip(
+      found, replica_state.values(average), strict=True
+    ):
+      np.testing.assert_array_equal(mine, expected)
+
+
+def _nadam_within(library: Any) -> Any:
+  home = keras.optimizers if library is keras else tf_keras.mixed_precision
+  return home.LossScaleOptimizer(
+    library.optimizers.Nadam(0.5, beta_1=0.5),
+    initial_scale=2.0,
+    dynamic_growth_steps=2,
+  )
+
+
+def _nadam(library: Any) -> Any:
+  return library.optimizers.Nadam(0.5, beta_1=0.5)
+
+
+def _resume(
+  way: str, optimizer: Any, weights: Any, make: Any, path: Any
+) -> Any:
+  """Returns weights and an optimizer that continue where others stopped."""
+  if way == "pickle":
+    with testbed.mirrored(2).scope():
+      again = pickle.loads(pickle.dumps(optimizer))
+      again.build(weights)
+    return weights, again
+  values = [weight.numpy() for weight in weights]
+  new_weights, again = make()
+  if way == "checkpoint":
+    saved = tf.train.Checkpoint(optimizer=optimizer).save(path)
+    tf.train.Checkpoint(optimizer=again).restore(saved).assert_consumed()
+  else:
+    replica_state.save(path, optimizer, weights)
+    replica_state.restore(path, again, new_weights)
+  for weight, value in zip(new_weights, values, strict=True):
+    weight.assign(value)
+  return new_weights, again
+
+
+_NADAMS = [
+  ("keras", _nadam_within),
+  ("tf_keras", _nadam),
+  ("tf_keras", _nadam_within),
+]
+
+
+@pytest.mark.parametrize(
+  ("nadam", "shard_update", "way"),
+  covering.pairwise(
+    [
+      _NADAMS,
+      (False, "elementwise"),
+      ("pickle", "checkpoint", "replica_state"),
+    ]
+  ),
+)
+def test_variables_that_keras_does_not_list_are_saved(
+  nadam: tuple[str, Any],
+  shard_update: Any,
+  way: str,
+  tmp_path: pathlib.Path,
+) -> None:
+  """Tests Nadam's product of momentums, and a loss scale that grows once.
+
+  Resumed training has the bits of training that nobody interrupted.
+  """
+  strategy = testbed.mirrored(2)
+  grads = [np.array([[[1, 2], [2, 4]], [[2, 1], [4, 1]], [[1, 3], [1, 9]]])]
+  # A loss scale divides by 2, and by 4 after two steps.
+
+  def make() -> Any:
+    return training.build(
+      *(*nadam, {"weight": [1.0, 2.0]}, strategy),
+      shard_update=shard_update,
+    )
+
+  weights, optimizer = make()
+  training.train(weights, optimizer, grads, [0, 1], strategy)
+  new_weights, again = _resume(
+    way, optimizer, weights, make, tmp_path / "saved"
+  )
+  inner = [inner_lib.innermost(each) for each in (optimizer, again)]
+  products = [testbed.copies(each._u_product) for each in inner]
+  assert products[0] == products[1]
+  assert len(products[0]) == 2
+  assert 0 < products[0][0] == products[0][1] < 1
+  before = [weight.numpy() for weight in weights]
+  training.train(weights, optimizer, grads, [2], strategy)
+  expected = training.state_of(weights, optimizer)
+  if way == "pickle":  # It continues with the same weights.
+    for weight, value in zip(weights, before, strict=True):
+      weight.assign(value)
+  training.train(new_weights, again, grads, [2], strategy)
+  for mine, theirs in zip(
+    training.state_of(new_weights, again), expected, strict=True
+  ):
+    np.testing.assert_array_equal(mine, theirs)
+  assert np.isfinite(expected[0]).all()
+  assert (expected[0] != before[0]).all()
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+@pytest.mark.parametrize("which", KERASES)
+def test_slots_that_begin_as_weights_wait_for_build(
+  which: str, shard_update: bool, tmp_path: pathlib.Path
+) -> None:
+  """`build` does not overwrite restored slots with the weights."""
+  library, home = KERASES[which]
+  strategy = testbed.mirrored(2)
+
+  def make() -> tuple[Any, Any, Any]:
+    with strategy.scope():
+      weight = tf.Variable([1.0, 2.0], name="weight")
+      inner = (
+        library.optimizers.ScheduleFreeAdamW(0.5)
+        if which == "keras"
+        else library.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+      )
+      ours = home.CrossShardOptimizer(inner, shard_update=shard_update)
+    checkpoint = tf.train.Checkpoint(weight=weight, optimizer=ours)
+    return weight, ours, checkpoint
+
+  def step(weight: Any, optimizer: Any) -> None:
+    gradient = tf.constant([2.0, -1.0])
+    strategy.run(lambda: optimizer.apply_gradients([(gradient, weight)]))
+
+  def build(weight: Any, optimizer: Any) -> None:
+    with strategy.scope():
+      optimizer.build([weight])
+
+  weight, optimizer, checkpoint = make()
+  build(weight, optimizer)
+  step(weight, optimizer)
+  step(weight, optimizer)
+  path = checkpoint.save(tmp_path / "saved")
+  again, other, checkpoint = make()
+  status = checkpoint.restore(path)
+  build(again, other)
+  status.assert_existing_objects_matched()
+  for _ in range(2):
+    state = [[v.numpy() for v in o.variables] for o in (optimizer, other)]
+    for mine, theirs in zip(*state, strict=True):
+      np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(weight.numpy(), again.numpy())
+    step(weight, optimizer)
+    step(again, other)
+
+
+@pytest.mark.parametrize("shard_update", [False, True])
+def test_schedule_free_into_and_out_of_plain_keras(
+  shard_update: bool, tmp_path: pathlib.Path
+) -> None:
+  """A checkpoint restores all objects if both optimizers are built."""
+  strategy = testbed.mirrored(2)
+  library, home = KERASES["keras"]
+
+  def make(is_ours: bool, gradient: float) -> tuple[Any, Any]:
+    with strategy.scope() if is_ours else contextlib.nullcontext():
+      weight = library.Variable([1.0, 2.0], name="weight")
+      optimizer = library.optimizers.ScheduleFreeAdamW(0.5)
+      if is_ours:
+        optimizer = home.CrossShardOptimizer(
+          optimizer, "sum", shard_update=shard_update
+        )
+      optimizer.build([weight])
+    pair = tf.constant([gradient, 1.0]), weight
+    if is_ours:
+      strategy.run(lambda: optimizer.apply_gradients([pair]))
+    else:
+      optimizer.apply_gradients([pair])
+    return weight, optimizer
+
+  for is_ours in (True, False):
+    first, second = make(is_ours, 2.0), make(not is_ours, -3.0)
+    pairs = [tf.train.Checkpoint(w=w, opt=opt) for w, opt in (first, second)]
+    path = pairs[0].save(tmp_path / str(is_ours))
+    pairs[1].restore(path).assert_consumed()
+    for mine, theirs in zip(
+      *([w, *opt.variables] for w, opt in (first, second)), strict=True
+    ):
+      np.testing.assert_array_equal(mine.numpy(), theirs.numpy())

@@ -1,0 +1,496 @@
+"""Tests row updates of embedding tables, exact and with `lazy_rows`."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import fake_engine, lazy_oracle, testbed, training
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard._src.core import variables as variables_lib
+
+ROWS, WIDTH = 7, 3
+PACKAGES = {"keras3": (keras3, keras), "tf_keras": (ours_tf_keras, tf_keras)}
+GROUPS = [[0, 1], [2, 3]]
+# Keras rounds betas to float32: its 1 - 0.999 is 1.3e-5 of itself too large.
+TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-5}
+_RNG = np.random.default_rng(0)
+TABLE = _RNG.normal(size=(ROWS, WIDTH))
+# Of each replica in each step: overlapping ids, ids that no other has, one id
+# twice, none at all; never rows 5 and 6 in group 0.
+IDS: Sequence[Sequence[Sequence[int]]] = (
+  ([0, 1, 1], [1, 2], [5], [6, 6, 6]),
+  ([3], [], [0, 5], [5, 0]),
+  ([4, 0, 3], [3, 3], [], []),
+)
+BATCHES = [
+  [(np.array(ids, int), _RNG.normal(size=(len(ids), WIDTH))) for ids in step]
+  for step in IDS
+]
+
+
+def _group_batches(members: Sequence[int]) -> list[lazy_oracle.Batch]:
+  """The rows of all members of a group, in each step."""
+  return [
+    (
+      np.concatenate([step[r][0] for r in members]),
+      np.concatenate([step[r][1] for r in members]),
+    )
+    for step in BATCHES
+  ]
+
+
+def _slices(batch: lazy_oracle.Batch, dtype: Any) -> tf.IndexedSlices:
+  indices, rows = batch
+  return tf.IndexedSlices(
+    tf.constant(rows, dtype),
+    tf.constant(indices, tf.int64),
+    tf.constant([ROWS, WIDTH], tf.int64),
+  )
+
+
+def _opt(package: str, kind: str, **settings: Any) -> Any:
+  """Returns the optimizer to wrap."""
+  own = {"learning_rate": lazy_oracle.RATE, **lazy_oracle.KINDS[kind][1]}
+  library = PACKAGES[package][1]
+  return getattr(library.optimizers, kind)(**{**own, **settings})
+
+
+def _optimizer(package: str, kind: str, **options: Any) -> Any:
+  opt = _opt(package, kind, **options.pop("settings", {}))
+  return PACKAGES[package][0].CrossShardOptimizer(opt, "sum", **options)
+
+
+def _replicas(
+  package: str, kind: str, values: Any, **settings: Any
+) -> list[fake_engine.Replica]:
+  """Replicas with TensorFlow's variables."""
+  make, groups = (
+    functools.partial(_opt, package, kind),
+    groups_lib.Groups(GROUPS),
+  )
+  return fake_engine.replicas(make, values, tf, groups, **settings)
+
+
+def _own_rows(number: int) -> tf.IndexedSlices:
+  """Returns this replica's rows of a step."""
+  context = tf.distribute.get_replica_context()
+  replica = tf.get_static_value(context.replica_id_in_sync_group)
+  return _slices(BATCHES[number][int(replica)], tf.float64)
+
+
+def _train_one(optimizer: Any, dtype: Any = tf.float64) -> np.ndarray:
+  """Group 0's batches on one device, in a function; a dense variable too."""
+  table, dense = tf.Variable(TABLE, dtype=dtype), tf.Variable(1.0, dtype=dtype)
+  optimizer.build([table, dense])
+
+  @tf.function(autograph=False, reduce_retracing=True)
+  def step(values: tf.Tensor, indices: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(values, indices, tf.constant([ROWS, WIDTH]))
+    one = tf.constant(1.0, dtype)
+    optimizer.apply_gradients([(grad, table), (one, dense)])
+
+  for batch in _group_batches([0, 1]):
+    slices = _slices(batch, dtype)
+    step(slices.values, tf.cast(slices.indices, tf.int32))
+  return np.array(table.numpy())
+
+
+@pytest.mark.parametrize(
+  ("kind", "package"),
+  [(kind, package) for kind in lazy_oracle.KINDS for package in PACKAGES],
+)
+def test_lazy_rows_of_groups(kind: str, package: str) -> None:
+  """Compares with NumPy. Rows that do not occur keep their bits."""
+  trained = _replicas(package, kind, {"table": TABLE}, lazy_rows=True)
+
+  def steps(replica: fake_engine.Replica) -> None:
+    # Operations of Keras 3 fail eagerly where a group has no row at all.
+    number = replica.engine.replica
+    for batches in BATCHES[: 3 if number in GROUPS[0] else 2]:
+      replica.apply([_slices(batches[number], tf.float64)])
+
+  fake_engine.run(steps, trained)
+  for index, members in enumerate(GROUPS):
+    batches = _group_batches(members)[: 3 - index]
+    right = lazy_oracle.train(kind, TABLE, batches)
+    first = trained[members[0]].values[0]
+    for replica in members:
+      np.testing.assert_allclose(trained[replica].values[0], right, **TOLERANCE)
+      np.testing.assert_array_equal(trained[replica].values[0], first)
+  np.testing.assert_array_equal(trained[0].values[0][5:], TABLE[5:])
+  # Rows that occur travel, with their ids; the table does not.
+  sent = [t.shape[0] for t in trained[0].engine.sent if t.dtype.is_integer]
+  assert sent == [len(step[0][0]) for step in BATCHES]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+  ("kind", "settings"), [("SGD", {"momentum": 0.0}), ("Adagrad", {})]
+)
+def test_exact_as_plain_keras_with_dense_gradients(
+  kind: str, settings: dict[str, Any], package: str
+) -> None:
+  """The weights have the same bits. Integers make all sums exact."""
+  optimizer = _optimizer(package, kind, settings=settings)
+  found = _train_one(optimizer, tf.float32)
+  plain = optimizer.inner_optimizer.from_config(
+    optimizer.inner_optimizer.get_config()
+  )
+  table = PACKAGES[package][1].Variable if package == "keras3" else tf.Variable
+  weight = table(TABLE.astype("float32"))
+  plain.build([weight])
+  for batch in _group_batches([0, 1]):
+    dense = tf.convert_to_tensor(_slices(batch, tf.float32))
+    plain.apply_gradients([(dense, weight)])
+  np.testing.assert_allclose(found, weight.numpy(), rtol=0, atol=1e-7)
+  np.testing.assert_array_equal(found[5:], np.float32(TABLE[5:]))
+
+
+def _reads_whole_table(optimizer: Any) -> bool:
+  """Whether a traced step has a tensor of the table's size."""
+  table = tf.Variable(tf.zeros([ROWS, WIDTH]), name="embeddings")
+  optimizer.build([table])
+  values = tf.TensorSpec([2, WIDTH])
+
+  @tf.function(autograph=False, input_signature=[values])
+  def step(rows: tf.Tensor) -> None:
+    shape = tf.constant([ROWS, WIDTH])
+    grad = tf.IndexedSlices(rows, tf.constant([1, 4]), shape)
+    optimizer.apply_gradients([(grad, table)])
+
+  graph = step.get_concrete_function().graph
+  return any(
+    output.shape == (ROWS, WIDTH)
+    for part in (graph, *graph._functions.values())
+    for op in getattr(part, "graph", part).get_operations()
+    for output in op.outputs
+  )
+
+
+@pytest.mark.parametrize(
+  ("kind", "options", "is_by_rows"),
+  [
+    ("SGD", {"settings": {"momentum": 0.0}}, True),
+    ("Adagrad", {}, True),
+    ("Adagrad", {"settings": {"weight_decay": 0.5}}, False),
+    ("Adam", {}, False),
+    ("Adam", {"lazy_rows": True}, True),
+    ("AdamW", {"lazy_rows": True}, True),
+    ("Adam", {"lazy_rows": True, "settings": {"global_clipnorm": 1.0}}, True),
+    ("Adam", {"lazy_rows": True, "clipnorm": 1.0}, True),
+    ("Adagrad", {"accumulate_steps": 2}, False),
+  ],
+)
+def test_lazy_steps_have_no_tensor_of_the_table_size(
+  kind: str, options: dict[str, Any], is_by_rows: bool
+) -> None:
+  optimizer = _optimizer("keras3", kind, **options)
+  assert _reads_whole_table(optimizer) is not is_by_rows
+
+
+@pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_limits_of_opt_clip_the_sums(limit: str) -> None:
+  """Rows with the same index are summed before they are clipped."""
+  optimizer = _optimizer(
+    "keras3", "SGD", settings={"momentum": 0.5, limit: 0.5}, lazy_rows=True
+  )
+  table = tf.Variable(tf.zeros([3, 2]))
+  optimizer.build([table])
+  grad = tf.IndexedSlices(tf.constant([[1.0, 0.0], [2.0, 4.0]]), [2, 2], [3, 2])
+  optimizer.apply_gradients([(grad, table)])
+  summed = np.array([3.0, 4.0])
+  clipped = np.minimum(summed, 0.5) if limit == "clipvalue" else summed / 10
+  np.testing.assert_allclose(table.numpy()[2], -0.125 * clipped, rtol=1e-6)
+  assert getattr(optimizer.inner_optimizer, limit) == 0.5
+
+
+def test_lazy_rows_elementwise_runs_the_users_update_step() -> None:
+
+  class Halving(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+      super().update_step(gradient * 0.5 + variable, variable, rate)
+
+  with pytest.raises(ValueError, match="Halving may use norms"):
+    keras3.CrossShardOptimizer(Halving(), lazy_rows=True)
+  optimizer = keras3.CrossShardOptimizer(Halving(1.0), lazy_rows="elementwise")
+  table = keras.Variable([[1.0], [2.0], [3.0]])
+  optimizer.build([table])
+  grad = tf.IndexedSlices(tf.constant([[4.0]]), [1], [3, 1])
+  optimizer.apply_gradients([(grad, table)])
+  assert table.numpy().ravel().tolist() == [1.0, -2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+  ("lazy_rows", "words"),
+  [(True, "may use norms or shapes"), ("elementwise", "Remove `lazy_rows`")],
+)
+@pytest.mark.parametrize(
+  "kind", ["Lamb", "Adafactor", "Muon", "ScheduleFreeAdamW"]
+)
+def test_unsupported_lazy_rows_raise_an_error(
+  kind: str, lazy_rows: Any, words: str
+) -> None:
+  make = getattr(keras.optimizers, kind, None)
+  if make is None:
+    pytest.skip("this Keras is older than the class")
+  with pytest.raises(ValueError, match=f"{kind} .*{words}"):
+    keras3.CrossShardOptimizer(make(), lazy_rows=lazy_rows)
+
+
+def test_accumulated_gradients_are_dense() -> None:
+  settings = {"gradient_accumulation_steps": 2}
+  with pytest.raises(ValueError, match=r"`lazy_rows` .*accumulation_steps=2"):
+    _optimizer("keras3", "Adam", settings=settings, lazy_rows=True)
+  with pytest.raises(
+    ValueError, match=r"`lazy_rows` .*`accumulate_steps` is 2"
+  ):
+    _optimizer("keras3", "Adam", lazy_rows=True, accumulate_steps=2)
+
+
+@pytest.mark.parametrize(
+  ("package", "way", "limit"),
+  [
+    ("keras3", True, {}),
+    ("keras3", "by_variable", {"global_clipnorm": 1.0}),
+    ("tf_keras", True, {"global_clipnorm": 1.0}),
+    ("tf_keras", "by_variable", {}),
+  ],
+)
+def test_tables_are_in_no_shard(
+  package: str, way: Any, limit: dict[str, Any]
+) -> None:
+  """Tables have unsharded slots, and the weights of replicated updates."""
+  library = PACKAGES[package][1]
+  values, slots = [], []
+
+  def steps(replica: fake_engine.Replica) -> None:
+    number = replica.engine.replica
+    dense = np.arange(15.0).reshape(3, 5) * 2**number - 20.0
+    for batches in BATCHES:
+      rows = _slices(batches[number], tf.float64)
+      replica.apply([tf.constant(dense, tf.float32), rows])
+
+  for shard_update in (way, False):
+    trained = []
+    for engine in fake_engine.engines(groups_lib.Groups(GROUPS)):
+      layer = library.layers.Embedding(ROWS, WIDTH, dtype="float64")
+      layer.build(None)
+      layer.weights[0].assign(TABLE)
+      kernel = testbed.variable(np.ones([3, 5], "f"), "kernel", library)
+      trained.append(
+        fake_engine.Replica(
+          engine,
+          _opt(package, "AdamW", **limit),
+          [kernel, layer.weights[0]],
+          lazy_rows=True,
+          shard_update=shard_update,
+          skip_nonfinite=True,
+        )
+      )
+    fake_engine.run(steps, trained)
+    values.append([v for replica in trained for v in replica.values])
+    kept = [v for replica in trained for v in replica.opt.variables]
+    slots.append([v.numpy() for v in kept if v.shape == (ROWS, WIDTH)])
+  for sharded, whole in zip(*values, strict=True):
+    np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
+  assert np.abs(values[0][1] - values[0][5]).max() > 0.01  # tables of groups
+  assert len(slots[0]) == len(slots[1]) == 2 * testbed.REPLICAS
+  for sharded, whole in zip(*slots, strict=True):
+    np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_that_nobody_named() -> None:
+  with testbed.mirrored().scope():
+    table = tf.Variable(TABLE)
+    optimizer = _optimizer("keras3", "Adam", lazy_rows=True, shard_update=True)
+    optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    grad = _slices(BATCHES[0][0], tf.float64)
+    optimizer.apply_gradients([(grad, table)])
+
+  with pytest.raises(ValueError, match=r"optimizer\.update_by_rows"):
+    testbed.mirrored().run(step)
+  with pytest.raises(RuntimeError, match="Call it before"):
+    optimizer.update_by_rows(var_list=[table])
+  np.testing.assert_array_equal(table.numpy(), TABLE)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clipvalue": 0.5}])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_steps_that_are_not_finite_change_no_row(
+  number: float, settings: dict[str, Any]
+) -> None:
+  """An infinity skips the step even if `opt` would clip the infinity."""
+  optimizer = _optimizer(
+    "keras3", "Adam", lazy_rows=True, skip_nonfinite=True, settings=settings
+  )
+  table = tf.Variable(tf.ones([3, 2]))
+  optimizer.build([table])
+
+  @tf.function(autograph=False)
+  def step(value: tf.Tensor) -> None:
+    grad = tf.IndexedSlices(tf.fill([1, 2], value), [1], [3, 2])
+    optimizer.apply_gradients([(grad, table)])
+
+  step(tf.constant(number))
+  np.testing.assert_array_equal(table.numpy(), np.ones([3, 2]))
+  step(tf.constant(1.0))
+  assert (table.numpy() != 1).any(axis=1).tolist() == [False, True, False]
+  assert int(optimizer.skipped_steps.numpy()) == 1
+
+
+def test_sums_are_checked_before_opt_clips_them() -> None:
+  """Values of variables with `overwrite_with_gradient` are not clipped."""
+  optimizer = _optimizer(
+    "keras3",
+    "SGD",
+    settings={"momentum": 0.0, "clipvalue": 1.0, "learning_rate": 1.0},
+    skip_nonfinite=True,
+  )
+  table, scale = keras.Variable(tf.ones([4, 2])), keras.Variable(1.0)
+  scale.overwrite_with_gradient = True
+  optimizer.build([table, scale])
+  for value, step in ((np.inf, 0), (2.0, 1)):
+    rows = tf.constant([[value, 0.5]])
+    grad = tf.IndexedSlices(rows, tf.constant([1]), tf.constant([4, 2]))
+    optimizer.apply_gradients([(grad, table), (tf.constant(10.0), scale)])
+    expected = np.ones([4, 2])
+    expected[1] -= [step, 0.5 * step]
+    np.testing.assert_array_equal(table.numpy(), expected)
+    assert float(scale.numpy()) == (10.0 if step else 1.0)
+  assert int(optimizer.skipped_steps.numpy()) == 1
+
+
+def test_compiled_by_xla_all_is_dense() -> None:
+  """Weight decay is applied to all rows, too."""
+  tables = []
+  for lazy_rows in (False, True):
+    optimizer = _optimizer("keras3", "AdamW", lazy_rows=lazy_rows)
+    table = tf.Variable(tf.ones([4, 2]))
+    optimizer.build([table])
+
+    @tf.function(autograph=False, jit_compile=True)
+    def step(optimizer: Any, table: Any) -> None:
+      grad = tf.IndexedSlices(
+        tf.ones([1, 2]), tf.constant([1]), tf.constant([4, 2])
+      )
+      optimizer.apply_gradients([(grad, table)])
+
+    for _ in "12":
+      step(optimizer, table)
+    tables.append(table.numpy())
+  np.testing.assert_array_equal(*tables)
+  assert (tables[0] != 1).all()
+
+
+# ---------------------------------------------------------------- mixed dtypes
+
+MIXED = {"a": np.float32([2.0, 8.0]), "b": np.float64([4.0, 16.0])}
+# Sums of two replicas: the norm of (3, 0, 0, 4) is 5, which is clipped to 1.
+MIXED_GRADS = [
+  np.array([[[1.0, 0.0], [2.0, 0.0]]]),
+  np.array([[[0.0, 1.0], [0.0, 3.0]]]),
+]
+
+
+@training.in_both
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"shard_update": True}, {"shard_update": "by_variable"}],
+)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_global_norm_over_two_dtypes(
+  which: str, options: dict[str, Any], is_scaled: bool
+) -> None:
+  """Plain Keras fails with an error of TensorFlow in these cases."""
+
+  def make(library: Any) -> Any:
+    sgd = library.optimizers.SGD(5.0, global_clipnorm=1.0)
+    if not is_scaled:
+      return sgd
+    mixed_precision = library.mixed_precision
+    return mixed_precision.LossScaleOptimizer(sgd, initial_scale=1.0)
+
+  strategy = testbed.mirrored(2)
+  weights, optimizer = training.build(which, make, MIXED, strategy, **options)
+  training.train(weights, optimizer, MIXED_GRADS, strategy=strategy)
+  for weight, value in zip(weights, ([-1.0, 8.0], [4.0, 12.0]), strict=True):
+    replicas = testbed.copies(weight)
+    assert len(replicas) == 2
+    for each in replicas:
+      np.testing.assert_allclose(each, value, rtol=1e-6)
+    dtype = variables_lib.native(weight).dtype.as_numpy_dtype
+    assert dtype == MIXED[str(weight.name)[0]].dtype
+
+
+def _muon(is_scheduled: bool) -> Any:
+  schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+  return keras.optimizers.Muon(schedule if is_scheduled else 0.5)
+
+
+@pytest.mark.skipif(
+  not hasattr(keras.optimizers, "Muon"), reason="an older Keras"
+)
+@pytest.mark.parametrize(
+  ("dtype", "is_scheduled", "words"),
+  [
+    ("float64", False, "of dtype float64 with `rms_rate`"),
+    ("float16", True, "of dtype float16 with a schedule"),
+    ("float16", False, None),
+    ("float32", True, None),
+  ],
+)
+def test_dtypes_of_muon(
+  dtype: str, is_scheduled: bool, words: str | None
+) -> None:
+  """Plain Keras fails with an error of TensorFlow in these cases."""
+  ones = tf.ones([2, 3], dtype)
+
+  def train(optimizer: Any) -> None:
+    weight = keras.Variable(ones, dtype=dtype, name="w")
+    optimizer.apply_gradients([(ones, weight)])
+
+  plain = _muon(is_scheduled)
+  optimizer = keras3.CrossShardOptimizer(_muon(is_scheduled))
+  if words is None:
+    train(plain)
+    train(optimizer)
+    return
+  with pytest.raises(tf.errors.InvalidArgumentError):
+    train(plain)
+  with pytest.raises(ValueError, match=f"update w {words}"):
+    train(optimizer)
+  assert not optimizer.inner_optimizer.built
+
+
+def test_dtypes_of_nadam_in_tf_keras() -> None:
+  weights = [tf.Variable(tf.ones(2, dtype)) for dtype in ("float32", "float64")]
+  optimizer = ours_tf_keras.CrossShardOptimizer(tf_keras.optimizers.Nadam())
+  with pytest.raises(ValueError, match="dtypes; got float32, float64"):
+    optimizer.build(weights)
+  assert optimizer.get_slot_names() == []
+
+
+def test_lion_of_tf_keras_in_a_loss_scale_optimizer() -> None:
+  """From such a configuration, tf_keras would create the Lion of Keras 3."""
+  with testbed.mirrored(2).scope():
+    weight = tf.Variable([4.0, 8.0])
+    lion = tf_keras.optimizers.Lion(0.5)
+    optimizer = ours_tf_keras.CrossShardOptimizer(
+      tf_keras.mixed_precision.LossScaleOptimizer(lion),
+      shard_update=True,
+    )
+    optimizer.build([weight])
+  grads = [np.array([[[1.0, -1.0], [1.0, -3.0]]])]
+  training.train([weight], optimizer, grads, strategy=testbed.mirrored(2))
+  assert [list(v) for v in testbed.copies(weight)] == [[3.5, 8.5]] * 2

@@ -1,0 +1,223 @@
+"""Checks that run before a step: where it runs, and whether workers agree."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import reduce, validation
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.workers import agreement, errors
+
+
+class StepChecks:
+  """Checks of the strategy, the groups, the variables and the workers."""
+
+  def __init__(self, context: context_lib.Context) -> None:
+    """Raises an error if the groups or the workers do not fit the strategy."""
+    self.engine = context.engine
+    self._context = context
+    self._name = context.settings.name
+    # The threads that are inside a call of this optimizer, one entry for each
+    # replica. For replicas of MirroredStrategy, the entry is the coordinator
+    # that their threads share.
+    self._users: list[Any] = []
+    if tf.distribute.has_strategy():
+      self._check_strategy()
+    # On one replica, the optimizer may have been loaded only for inference,
+    # where its groups do not matter. `check_place` raises the error before the
+    # first step.
+    if self.engine.num_replicas > 1:
+      self._check_group_count()
+      self._check_workers()
+
+  def check_place(self) -> None:
+    """Raises an error where gradients cannot be reduced."""
+    if tf.distribute.in_cross_replica_context():
+      raise RuntimeError(
+        f"{self._name} was called in the cross-replica context (inside"
+        " strategy.scope() but outside strategy.run). Call it inside the"
+        " function given to `strategy.run`."
+      )
+    self._check_strategy()
+    self._check_group_count()
+    self._check_workers()
+    is_ordered = tf.executing_eagerly() or tf.inside_function()
+    # The operations of one replica, or of one program, have an order anyway.
+    is_one = self.engine.num_replicas == 1 or self.engine.is_spmd
+    if not is_ordered and not is_one:
+      raise RuntimeError(
+        f"{self._name} was called in a TensorFlow 1 graph under"
+        f" {type(tf.distribute.get_strategy()).__name__}, where the replicas'"
+        " updates would run in no defined order. Call `strategy.run` inside a"
+        " tf.function."
+      )
+
+  @contextlib.contextmanager
+  def one_user(self) -> Iterator[None]:
+    """Raises an error if another thread is in this context at the same time.
+
+    A call of a `tf.function` that is already traced runs no Python, so it is
+    not in this context.
+    """
+    thread = threading.current_thread()
+    # MirroredStrategy starts a thread for each replica. The threads of one call
+    # of `strategy.run` share a coordinator.
+    user = getattr(thread, "coord", thread)
+    self._users.append(user)
+    try:
+      if any(other is not user for other in [*self._users]):
+        raise RuntimeError(
+          f"Two threads called {self._name} at the same time. Give each thread"
+          " its own model and optimizer, or let one thread wait for the other."
+        )
+      yield
+    finally:
+      self._users.remove(user)
+
+  def check_variables(self, variables: Sequence[Any]) -> None:
+    """Raises `ValueError` for a variable that a step cannot update.
+
+    A variable that was created outside the strategy's scope exists only once.
+    Each replica would update it, so the updates of all groups would mix.
+    """
+    if self._context.inner.is_built:
+      validation.check_known(variables, self._context.inner.state.knows)
+    strategy = self.engine.strategy
+    if self.engine.num_replicas == 1:
+      return
+    for variable in variables:
+      whole = variables_lib.distributed(variable)
+      if getattr(whole, "distribute_strategy", None) is not strategy:
+        name = getattr(variable, "path", None) or variable.name
+        raise ValueError(
+          f"`grads_and_vars` must contain variables of the"
+          f" {type(strategy).__name__} that {self._name} was created under;"
+          f" {name} was created outside its scope. Create it inside `with"
+          " strategy.scope():`."
+        )
+
+  def compare_workers_before_build(self, variables: Sequence[Any]) -> None:
+    """Raises an error unless all workers build the same optimizer."""
+    self.engine.compare_workers(
+      f"the building of {self._name}",
+      lambda: [*self._setting_lines(), *agreement.variable_lines(variables)],
+    )
+
+  def compare_workers_before_step(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Raises an error unless all workers begin the same first step."""
+    self.engine.compare_workers(
+      f"a step of {self._name}",
+      lambda: [
+        *self._setting_lines(),
+        *agreement.variable_lines(variables),
+        *agreement.gradient_lines(grads),
+      ],
+      self._iteration_lines,
+    )
+
+  def check_strategy_of(self, variables: Sequence[Any]) -> None:
+    """Raises an error for variables of a strategy other than the optimizer's.
+
+    Raises:
+      RuntimeError: Usually, `compile` was called outside the strategy's scope.
+    """
+    made_in = self.engine.strategy
+    for variable in variables:
+      other = replicas_lib.strategy_of(variable) or made_in
+      if self._is_foreign(other):
+        raise RuntimeError(
+          f"{self._name} was created under"
+          f" {validation.strategy_in_words(made_in)}, but"
+          f" {variables_lib.path_of(variable)} under"
+          f" {validation.strategy_in_words(other)}. Create the model and the"
+          " optimizer, and call model.compile, inside the same `with"
+          " strategy.scope():`."
+        )
+
+  def _check_strategy(self) -> None:
+    """Raises `RuntimeError` under a strategy other than the optimizer's."""
+    here, made_in = tf.distribute.get_strategy(), self.engine.strategy
+    if self._is_foreign(here):
+      raise RuntimeError(
+        f"{self._name} wraps an optimizer that was created under"
+        f" {validation.strategy_in_words(made_in)} but is used under"
+        f" {validation.strategy_in_words(here)}. Create both inside `with"
+        f" strategy.scope():`, and call {self._name} inside `strategy.run`."
+      )
+
+  def _is_foreign(self, strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy's replicas are not the optimizer's.
+
+    Two strategies with one replica each are as good as the same.
+    """
+    made_in = self.engine.strategy
+    replicas = strategy.num_replicas_in_sync, made_in.num_replicas_in_sync
+    return strategy is not made_in and max(replicas) > 1
+
+  def _setting_lines(self) -> list[str]:
+    """Returns the settings as lines, with the groups in force."""
+    config = self._context.settings.to_config()
+    del config["name"]
+    return agreement.setting_lines(
+      **{**config, "group_assignment": self.engine.groups.to_lists()}
+    )
+
+  def _iteration_lines(self) -> list[str]:
+    """Returns the count of steps as a line."""
+    # Different groups may have skipped different steps.
+    is_equal = self.engine.groups.num_groups == 1
+    count = int(self._context.inner.iterations()) if is_equal else "any"
+    return agreement.setting_lines(iterations=count)
+
+  def _check_workers(self) -> None:
+    """Raises `ValueError` if TF_CONFIG lists workers that the strategy ignores.
+
+    Each worker would train its own model.
+    """
+    strategy = self.engine.strategy
+    started = _started_workers()
+    # Each host of a TPU runs its own program, but they share one strategy.
+    if started > 1 and not (
+      reduce.is_tpu(strategy)
+      or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    ):
+      raise ValueError(
+        f"TF_CONFIG lists {started} workers, but the optimizer was created"
+        f" under {validation.strategy_in_words(strategy)}, so each worker would"
+        " train a separate model. Use"
+        " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
+        " TF_CONFIG."
+      )
+
+  def _check_group_count(self) -> None:
+    """Raises `ValueError` unless the groups cover the strategy's replicas."""
+    groups = self.engine.groups
+    if groups.num_replicas != self.engine.num_replicas:
+      raise ValueError(
+        f"`group_assignment` covers {groups.num_replicas} replicas,"
+        f" {groups.to_lists()}, but the optimizer was created under"
+        f" {validation.strategy_in_words(self.engine.strategy)}. Change"
+        " `group_assignment`, or create the optimizer inside the scope of its"
+        " strategy."
+      )
+
+
+def _started_workers() -> int:
+  """Returns how many workers train together, according to TF_CONFIG."""
+  if not os.environ.get("TF_CONFIG"):
+    return 0  # TensorFlow would try to read an empty string.
+  resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  with errors.naming_tf_config():
+    tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
+  is_here = (resolver.task_type, resolver.task_id) in tasks
+  # A task that only evaluates is not among the tasks that train.
+  return len(tasks) if is_here else 0

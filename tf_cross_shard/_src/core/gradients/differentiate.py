@@ -1,0 +1,201 @@
+"""Computes this replica's gradients of a loss.
+
+The factor that turns a sum over replicas into a mean goes into the *seed* of
+the backward pass, which is the gradient of the loss with respect to itself:
+
+    seed = factor · dL/dL = factor
+    dL/dv · seed = factor · dL/dv
+
+The result is the same as after multiplying the loss. The seed also works for a
+loss that a tape has already recorded, and the loss that the user sees does not
+change.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core import variables as variables_lib
+
+GATE_NONE = 0
+GATE_OP = 1
+GATE_GRAPH = 2
+
+Pairs = list[tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOptions:
+  """The options of `tf.gradients`, which eager execution ignores.
+
+  Attributes:
+    gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`: which gradients have
+      to exist before others are used.
+    aggregation_method: How `tf.gradients` sums the gradients of one variable.
+    colocate_gradients_with_ops: Whether a gradient is computed on the device of
+      its operation.
+    grad_loss: The gradient with respect to the loss; None for ones.
+  """
+
+  gate_gradients: int = GATE_OP
+  aggregation_method: int | None = None
+  colocate_gradients_with_ops: bool = False
+  grad_loss: Any = None
+
+  def __post_init__(self) -> None:
+    """Raises `ValueError` for an unknown gate."""
+    if self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
+      raise ValueError(
+        "`gate_gradients` must be GATE_NONE (0), GATE_OP (1) or GATE_GRAPH"
+        f" (2); got {self.gate_gradients!r}."
+      )
+
+
+def compute(
+  loss: Any,
+  var_list: list[Any] | None,
+  tape: tf.GradientTape | None,
+  scale: Callable[[tf.Tensor], tf.Tensor],
+  options: GraphOptions,
+  requires_scalar: bool,
+  custom_compute_gradients: Callable[..., Pairs] | None = None,
+) -> Pairs:
+  """Computes the gradients of `scale(loss)` with respect to variables.
+
+  >>> v = tf.Variable(3.0)
+  >>> [(grad, _)] = compute(
+  ...   lambda: v * v, [v], None, lambda seed: seed / 2, GraphOptions(), True
+  ... )
+  >>> float(grad)
+  3.0
+
+  Args:
+    loss: A tensor, or a function that returns one.
+    var_list: The variables; None for all trainable ones that the loss reads.
+    tape: The tape that recorded `loss`, or None.
+    scale: A function that multiplies the seed, or the loss, by a factor.
+    options: The options of a graph.
+    requires_scalar: Whether the loss must be a scalar.
+    custom_compute_gradients: The method of a user's class that computes
+      gradients from (loss, variables, tape). It is called instead of
+      `tape.gradient`.
+
+  Returns:
+    (gradient, variable) pairs. Without `var_list`, no gradient is None.
+
+  Raises:
+    TypeError: If `loss` is not a tensor, or cannot be differentiated here.
+    ValueError: If `loss` is not a scalar but must be, or reads no trainable
+      variable.
+  """
+  if callable(loss):
+    tape = tape or tf.GradientTape()
+    with tape:
+      loss = loss()
+  if not tf.is_tensor(loss):
+    raise TypeError(
+      f"`loss` must be a tensor or a function that returns one; got {loss!r}."
+    )
+  grad_loss = None if tf.executing_eagerly() else options.grad_loss
+  if requires_scalar:
+    validation.check_scalar(loss, seeded=grad_loss is not None)
+  seed = tf.ones_like(loss) if grad_loss is None else grad_loss
+  # Keras' loss scaling returns float32. The seed needs the dtype of the loss.
+  seed = tf.cast(scale(seed), seed.dtype)
+  if tape is not None:
+    variables = tape.watched_variables() if var_list is None else var_list
+    if custom_compute_gradients is not None:
+      with tape:  # The method has no argument for a seed: scale the loss.
+        loss = tf.cast(scale(loss), loss.dtype)
+      return custom_compute_gradients(loss, variables, tape)
+    grads = tape.gradient(loss, list(variables), output_gradients=seed)
+  elif custom_compute_gradients is not None:
+    raise TypeError(
+      "`loss` must be a function, or come with its `tape`, for an optimizer"
+      " whose class overrides compute_gradients; got a tensor of a graph."
+    )
+  elif tf.executing_eagerly():
+    raise TypeError(
+      "`loss` is an eager tensor, which does not know how it was computed:"
+      f" {loss!r}. Pass a function of no arguments that computes it,"
+      " or `tape=` the tape that recorded it."
+    )
+  else:
+    variables = variables_lib.read_by_graph() if var_list is None else var_list
+    grads = _graph_gradients(loss, list(variables), seed, options)
+  pairs = list(zip(grads, variables, strict=True))
+  if var_list is None:
+    pairs = [
+      (g, variables_lib.distributed(v)) for g, v in pairs if g is not None
+    ]
+    if not pairs:
+      raise ValueError(
+        "`loss` depends on no trainable variable, so there is nothing to"
+        " differentiate. Compute it from variables, or pass `var_list`."
+      )
+  return pairs
+
+
+def differentiate(
+  inner: Any,
+  loss: Any,
+  var_list: Any,
+  tape: tf.GradientTape | None,
+  scale: Callable[[Any], Any],
+  options: GraphOptions,
+  requires_scalar: bool,
+) -> Pairs:
+  """Computes gradients for a wrapped optimizer, with its loss scale.
+
+  The loss scale multiplies the seed and is divided out of the gradients again.
+  """
+  variables = _checked(inner, var_list)
+  pairs = compute(
+    loss,
+    variables,
+    tape,
+    scale=lambda seed: inner.scaling.scale_loss(scale(seed)),
+    options=options,
+    requires_scalar=requires_scalar,
+    custom_compute_gradients=inner.compute_gradients
+    if inner.computes_gradients
+    else None,
+  )
+  if variables is None:
+    # Only the Keras 3 variable knows that its layer is frozen, but a tape
+    # reports the TensorFlow variable.
+    pairs = [(grad, inner.as_built(v)) for grad, v in pairs]
+    pairs = [(grad, v) for grad, v in pairs if v.trainable]
+  grads = inner.scaling.unscale([grad for grad, _ in pairs])
+  return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
+
+
+@tf.autograph.experimental.do_not_convert
+def _checked(inner: Any, var_list: Any) -> list[Any] | None:
+  """Returns the variables of `var_list`, checked; None for None."""
+  variables = validation.check_var_list(var_list)
+  if variables is not None and inner.is_built:
+    validation.check_known(variables, inner.state.knows, "var_list")
+  return variables
+
+
+def _graph_gradients(
+  loss: tf.Tensor, variables: list[Any], seed: tf.Tensor, options: GraphOptions
+) -> list[Any]:
+  """Calls `tf.gradients` with the gates of TensorFlow 1 optimizers."""
+  grads = tf.compat.v1.gradients(
+    loss,
+    variables,
+    grad_ys=seed,
+    gate_gradients=options.gate_gradients == GATE_OP,
+    aggregation_method=options.aggregation_method,
+    colocate_gradients_with_ops=options.colocate_gradients_with_ops,
+  )
+  # GATE_GRAPH: no gradient is used before all of them exist.
+  any_gradient = any(grad is not None for grad in grads)
+  if options.gate_gradients == GATE_GRAPH and any_gradient:
+    grads = tf.tuple(grads)
+  return list(grads)

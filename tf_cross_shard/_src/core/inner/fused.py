@@ -1,0 +1,455 @@
+"""Faster update steps: one TensorFlow kernel instead of Keras' operations.
+
+Keras computes an update in about twenty operations over a whole variable. For
+many optimizers TensorFlow has one kernel with the same formula, which reads and
+writes each number only once. For example, Adam with learning rate alpha in step
+t (Kingma and Ba, 2015, Algorithm 1):
+
+    m_t     = beta_1 * m_{t-1} + (1 - beta_1) * g_t
+    v_t     = beta_2 * v_{t-1} + (1 - beta_2) * g_t^2
+    alpha_t = alpha * sqrt(1 - beta_2^t) / (1 - beta_1^t)
+    W_t     = W_{t-1} - alpha_t * m_t / (sqrt(v_t) + epsilon)
+
+While gradients are applied, the kernel replaces the optimizer's `update_step`.
+Everything else in the optimizer (weight decay, moving averages, accumulation,
+loss scaling) runs as usual.
+
+If there is no kernel, XLA can compile the `update_step`s of all variables of a
+call as one function. The obvious alternative, one function for each variable,
+is no faster, and takes XLA three times as long to compile.
+
+References:
+  Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015 (arXiv
+  1412.6980). The second form of the update at the end of section 2 is the one
+  above.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private, kernels, overriding
+
+# Maps the name of a Keras class to a function that returns the name of the
+# kernel for an optimizer's settings, or None.
+# Adagrad does not use TensorFlow's kernel: Keras adds epsilon inside the root,
+# and the kernel does not. The kernel of RMSprop needs a slot that Keras creates
+# only with momentum. The kernel of Amsgrad is not used, because XLA cannot
+# compile it and Keras may compile the step.
+_CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
+  # tf_keras creates and writes the slot even if the momentum is 0.
+  "SGD": lambda opt: (
+    "KerasMomentum" if getattr(opt, "momentums", None) else "GradientDescent"
+  ),
+  "Adam": lambda opt: None if opt.amsgrad else "Adam",
+  "AdamW": lambda opt: None if opt.amsgrad else "Adam",
+  "Adamax": lambda opt: "AdaMax",
+  "RMSprop": lambda opt: (
+    ("CenteredRMSProp" if opt.centered else "RMSProp")
+    if opt.momentum > 0
+    else None
+  ),
+  "Adadelta": lambda opt: "Adadelta",
+  "Ftrl": lambda opt: "FtrlV2",
+}
+# Keras rounds the settings of these kernels to float32, also for float64.
+_CAST: Final = ("Momentum", "KerasMomentum")
+# The settings with which these classes have no kernel.
+_NO_KERNEL: Final = {
+  "Adam": " with amsgrad",
+  "AdamW": " with amsgrad",
+  "RMSprop": " without momentum",
+}
+_DTYPES: Final = (tf.float32, tf.float64)
+
+# Keras' classes whose update of an element depends only on that element.
+ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+)
+# Keras' classes whose update uses whole variables, but one variable at a time.
+BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
+
+# The classes for which, with settings that have no kernel, XLA is faster on
+# CPUs than Keras' operations.
+_FASTER_COMPILED: Final = (
+  *("Adagrad", "Adam", "AdamW", "Lion", "Nadam", "RMSprop"),
+)
+# The smallest number of elements for which XLA is faster.
+_MANY_ELEMENTS: Final = 1_000_000
+
+
+def find_kernel(optimizer: Any) -> kernels.Kernel | None:
+  """Returns the kernel with the formula of `optimizer.update_step`, or None.
+
+  A user's class that derives from a Keras class has no kernel, because
+  it may compute anything. An `update_step` that was assigned to the object may
+  compute anything, too.
+
+  >>> find_kernel(tf.keras.optimizers.Adam()).name
+  'Adam'
+  >>> find_kernel(tf.keras.optimizers.Adam(amsgrad=True)) is None
+  True
+  """
+  choose = _CHOICES.get(keras_class(optimizer))
+  if choose is None or "update_step" in vars(optimizer):
+    return None
+  name = choose(optimizer)
+  return None if name is None else kernels.KERNELS[name]
+
+
+def why_no_kernel(optimizer: Any) -> str:
+  """Returns why `find_kernel` returns None for an optimizer.
+
+  >>> why_no_kernel(tf.keras.optimizers.Adam(amsgrad=True))
+  'no kernel for Adam with amsgrad'
+  """
+  name, kind = keras_class(optimizer), type(optimizer)
+  if name in _CHOICES and "update_step" in vars(optimizer):
+    return "`update_step` was assigned to the optimizer"
+  if hasattr(optimizer, "v1_operation"):
+    return "TensorFlow 1's own kernel"
+  if name:
+    settings = _NO_KERNEL.get(name, "")
+    return f"no kernel for {name}{settings}"
+  if not hasattr(optimizer, "build"):
+    return f"no kernel for {kind.__name__}, a legacy optimizer"
+  names = filter(None, map(_name_in_keras, kind.__mro__))
+  base = next(names)  # At least Keras' own base class.
+  return f"{kind.__name__} is a subclass of {base}"
+
+
+def can_compile(optimizer: Any) -> bool:
+  """Returns whether XLA can compile the updates of this optimizer's variables.
+
+  >>> can_compile(tf.keras.optimizers.Nadam())
+  True
+  """
+  # Only Keras 3 has this method. A MultiOptimizer delegates its updates to
+  # nested optimizers.
+  has_method = hasattr(optimizer, keras_private.UPDATE_ALL)
+  return has_method and not keras_private.nested(optimizer)
+
+
+def keras_class(optimizer: Any) -> str:
+  """Returns the name of a class of Keras; "" for other and legacy classes.
+
+  >>> keras_class(tf.keras.optimizers.Adam())
+  'Adam'
+  """
+  return _name_in_keras(type(optimizer))
+
+
+def _name_in_keras(kind: type[Any]) -> str:
+  """Returns the name of a class of Keras; "" for other and legacy classes."""
+  library, *place = kind.__module__.split(".")
+  is_keras = library in ("keras", "tf_keras") and len(place) == 3
+  is_own = is_keras and place[:2] == ["src", "optimizers"]
+  return kind.__name__ if is_own else ""
+
+
+def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` for a MultiOptimizer, which has several optimizers."""
+  if keras_class(optimizer) == "MultiOptimizer":
+    raise ValueError(
+      f"`{argument}` is {value!r}, but a MultiOptimizer passes gradients on to"
+      " other optimizers. Wrap each of these optimizers, with"
+      " scale_gradients=True, and create a MultiOptimizer of the results."
+    )
+
+
+def check_vouched_for(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` if `value` is "elementwise" but the class is not.
+
+  With `"elementwise"`, the user promises that the update of each element uses
+  only that element. The classes in `BY_VARIABLE` are known to use norms or
+  shapes of whole variables.
+  """
+  name = keras_class(optimizer)
+  if value == "elementwise" and name in BY_VARIABLE:
+    remedy = {
+      "shard_update": f'Use {argument}="by_variable".',
+      "lazy_rows": f"Remove `{argument}`.",
+    }
+    raise ValueError(
+      f"`{argument}` is {value!r}, but {name} uses norms, shapes or settings of"
+      f" whole variables, and would compute wrong numbers. {remedy[argument]}"
+    )
+
+
+def is_compiled(optimizer: Any) -> bool:
+  """Returns whether XLA compiles the optimizer's step that is being traced."""
+  return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
+
+
+class Way(NamedTuple):
+  """How a step updates one variable.
+
+  Attributes:
+    name: The kernel's operation, such as "ResourceApplyAdam"; "XLA" or "Keras"
+      for Keras' operations, compiled or not.
+    reason: Why no kernel updates the variable; "" for a kernel.
+  """
+
+  name: str
+  reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Decides how a step updates each variable, by its gradient and its dtype.
+
+  Attributes:
+    kernel: The kernel for dense gradients; None if no variable has a kernel.
+    may_compile: Whether XLA may compile the updates of dense gradients.
+    at_any_size: Whether XLA compiles them for any number of elements and any
+      device.
+    reason: Why `kernel` is None.
+    applies_to_sparse: Whether `reason` also applies to row-sparse gradients.
+    own: The name of what updates a variable if neither `kernel` nor XLA does,
+      which is the optimizer's own `update_step`: "Keras", or the kernel of an
+      optimizer of TensorFlow 1.
+  """
+
+  kernel: kernels.Kernel | None = None
+  may_compile: bool = False
+  at_any_size: bool = False
+  reason: str = ""
+  applies_to_sparse: bool = False
+  own: str = "Keras"
+
+  def has_kernel(self, variable: Any) -> bool:
+    """Returns whether the kernel updates a variable with a dense gradient."""
+    return self.kernel is not None and kernels.dtype_of(variable) in _DTYPES
+
+  def ways(
+    self, variables: Sequence[Any], are_sparse: Sequence[bool]
+  ) -> list[Way]:
+    """Returns how a step updates each variable.
+
+    Args:
+      variables: All `tf.Variable`s that a step updates.
+      are_sparse: Whether their gradients are row-sparse.
+    """
+    pairs = list(zip(variables, are_sparse, strict=True))
+    why_not_xla = self._why_not_xla(
+      [v for v, is_sparse in pairs if not is_sparse]
+    )
+    return [self._way(*pair, why_not_xla) for pair in pairs]
+
+  def _way(self, variable: Any, is_sparse: bool, why_not_xla: str) -> Way:
+    """Returns how a step updates a variable."""
+    dtype = kernels.dtype_of(variable)
+    if self.applies_to_sparse:
+      return Way(self.own, self.reason)
+    if is_sparse:
+      return Way(self.own, "no kernel for row-sparse gradients")
+    if dtype not in _DTYPES:
+      return Way(self.own, f"no kernel for {dtype.name}")
+    if self.kernel is not None:
+      return Way(self.kernel.operation)
+    if not self.may_compile or why_not_xla:
+      return Way(self.own, self.reason + why_not_xla)
+    return Way("XLA", self.reason)
+
+  def _why_not_xla(self, dense: Sequence[Any]) -> str:
+    """Returns why XLA would not be faster than Keras; "" if it would be."""
+    if self.at_any_size or not self.may_compile:
+      return ""
+    dense = [v for v in dense if kernels.dtype_of(v) in _DTYPES]
+    if not all("CPU" in variable.device for variable in dense):
+      return "; no XLA, because not all variables are on CPUs"
+    if sum(math.prod(v.shape) for v in dense) < _MANY_ELEMENTS:
+      return "; no XLA, because there are fewer than a million elements"
+    return ""
+
+
+def plan(
+  optimizer: Any,
+  wanted: bool | None,
+  is_compiled: bool,
+  in_function: bool,
+) -> Plan:
+  """Decides how a step of an optimizer updates its variables.
+
+  The step follows this plan, and `describe` shows it.
+
+  Args:
+    optimizer: The optimizer that keeps the slots.
+    wanted: Whether a kernel or XLA does the updates; None to decide by
+      speed.
+    is_compiled: Whether XLA compiles the whole step.
+    in_function: Whether the step runs inside a `tf.function`. XLA does not
+      compile in eager calls and in TensorFlow 1's graphs, where each call would
+      compile a new function.
+  """
+  own: str = getattr(optimizer, "v1_operation", "Keras")
+  # If XLA compiles the whole step, it fuses Keras' operations by itself. It
+  # could not compile an update by rows, whose number of rows is not known.
+  if is_compiled:
+    return Plan(
+      reason="XLA compiles the whole step", applies_to_sparse=True, own=own
+    )
+  if wanted is False:
+    return Plan(reason="fused_update=False", applies_to_sparse=True, own=own)
+  kernel = find_kernel(optimizer)
+  if kernel is not None:
+    return Plan(kernel)
+  is_faster = keras_class(optimizer) in _FASTER_COMPILED and (
+    "update_step" not in vars(optimizer)
+  )
+  may_compile = in_function and can_compile(optimizer)
+  return Plan(
+    may_compile=may_compile and bool(wanted or is_faster),
+    at_any_size=bool(wanted),
+    reason=why_no_kernel(optimizer),
+    own=own,
+  )
+
+
+@contextlib.contextmanager
+def replacing_update_step(
+  optimizer: Any,
+  index: Callable[[Any], int],
+  wanted: bool | None,
+  row_step: Callable[..., None] | None,
+) -> Iterator[None]:
+  """Replaces the `update_step` of a built optimizer inside the context.
+
+  Args:
+    optimizer: The optimizer that keeps the slots.
+    index: Returns the place of a variable among the trained variables.
+    wanted: Whether a kernel or XLA does the updates; None to decide by
+      speed.
+    row_step: Does the updates for row-sparse gradients. Its first argument is
+      the optimizer's own `update_step`. None to call that method directly.
+  """
+  if is_compiled(optimizer):
+    yield
+    return
+  own_plan = plan(optimizer, wanted, False, tf.inside_function())
+  kernel = own_plan.kernel
+  step = None if kernel is None else _KernelStep(kernel, optimizer)
+
+  # Legacy optimizers have no `update_step`, and there is no kernel for them.
+  plain: Any = getattr(optimizer, "update_step", None)
+
+  def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
+    native = variables_lib.native(variable)
+    if isinstance(gradient, tf.IndexedSlices):
+      if row_step is None:
+        plain(gradient, variable, *rate)
+      else:
+        row_step(plain, gradient, variable, *rate)
+    elif step is None or not own_plan.has_kernel(native):
+      plain(gradient, variable, *rate)
+    else:
+      step.apply(native, gradient, index(variable), *rate)
+
+  overridden: dict[str, Any] = {}
+  if own_plan.may_compile:
+    overridden[keras_private.UPDATE_ALL] = functools.partial(
+      _compile_dense, own_plan, getattr(optimizer, keras_private.UPDATE_ALL)
+    )
+  if step is not None or row_step is not None:
+    overridden["update_step"] = update_step
+  with overriding.overriding(optimizer, **overridden):
+    yield
+
+
+def _compile_dense(
+  own_plan: Plan, plain: Any, strategy: Any, pairs: Any, *rate: Any
+) -> None:
+  """Runs Keras' updates of all variables.
+
+  XLA compiles the updates by dense gradients.
+
+  Args:
+    own_plan: Decides which updates XLA compiles.
+    plain: Keras' method, which updates all variables.
+    strategy: The method's first argument.
+    pairs: The method's second argument: gradients and variables.
+    *rate: The method's last argument, the learning rate.
+  """
+  ways = own_plan.ways(
+    [variable for _, variable in pairs],
+    [isinstance(gradient, tf.IndexedSlices) for gradient, _ in pairs],
+  )
+  is_done = [way.name == "XLA" for way in ways]
+  if any(is_done):
+    # One compiled function for all dense updates.
+    dense = list(itertools.compress(pairs, is_done))
+    update_dense = functools.partial(plain, strategy, dense, *rate)
+    tf.function(update_dense, jit_compile=True, autograph=False)()
+    pairs = [p for p, done in zip(pairs, is_done, strict=True) if not done]
+  plain(strategy, pairs, *rate)
+
+
+class _KernelStep:
+  """One optimizer step that uses a kernel.
+
+  The kernel's scalars are computed once for all variables of a dtype.
+  """
+
+  def __init__(self, kernel: kernels.Kernel, optimizer: Any) -> None:
+    """Starts a step."""
+    self._kernel = kernel
+    self._optimizer = optimizer
+    # The kernel's scalar arguments, by dtype and graph.
+    self._scalars: dict[Any, dict[str, Any]] = {}
+
+  def apply(
+    self, variable: Any, gradient: tf.Tensor, index: int, *rate: Any
+  ) -> None:
+    """Updates a variable and its slots.
+
+    Args:
+      variable: The `tf.Variable`.
+      gradient: Its dense gradient.
+      index: The place of the variable in the optimizer's lists of slots.
+      *rate: The learning rate, if Keras passes it to `update_step`.
+    """
+    slots = {
+      slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
+      for slot, attribute in self._kernel.slots.items()
+    }
+    arguments = self.arguments(kernels.dtype_of(variable), *rate)
+    kernels.apply(self._kernel, variable, slots, gradient, arguments)
+
+  def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
+    """Returns the kernel's scalar arguments."""
+    # A tensor belongs to one graph, and each branch of a condition is a graph.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    key = dtype, graph
+    if key not in self._scalars:
+      self._scalars[key] = self._compute_scalars(dtype, rate)
+    return self._scalars[key]
+
+  def _compute_scalars(self, dtype: tf.DType, rate: Any) -> dict[str, Any]:
+    """Returns settings, learning rate and powers as tensors of `dtype`."""
+    # The learning rate alpha.
+    if rate is None:
+      rate = self._optimizer.learning_rate
+    rate = tf.cast(tf.convert_to_tensor(rate), dtype)
+    # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to
+    # float32 before it converts them to float64: `tf.cast` does the same.
+    convert = tf.cast if self._kernel.name in _CAST else tf.convert_to_tensor
+    arguments = {
+      name: value if isinstance(value, bool) else convert(value, dtype)
+      for name, value in self._kernel.arguments(self._optimizer, rate).items()
+    }
+    if self._kernel.powers:
+      # beta_1^t and beta_2^t, where t counts steps from 1.
+      count = tf.convert_to_tensor(self._optimizer.iterations)
+      t = tf.cast(count + 1, dtype)
+      for power, name in self._kernel.powers.items():
+        setting = getattr(self._optimizer, self._kernel.settings[name])
+        arguments[power] = tf.pow(tf.cast(setting, dtype), t)
+    return arguments

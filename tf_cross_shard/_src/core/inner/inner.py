@@ -1,0 +1,375 @@
+"""The wrapped optimizer: the user's `opt`, inside CrossShardOptimizer.
+
+`Inner` has one set of members for the optimizers of Keras 3 and
+tf_keras. It builds the optimizer, lets it apply gradients, and answers
+questions about it. `keras3.adapter` and `tf_keras.adapter` implement it.
+"""
+
+import abc
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import clipping
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.inner import (
+  fused,
+  keras_private,
+  loss_scaling,
+  overriding,
+  state,
+)
+
+_KERAS: Final = ("keras.src.", "tf_keras.src.")
+
+# Replaces `update_step` for row-sparse gradients: it receives `update_step`
+# and then the arguments of `update_step`.
+RowStep = Callable[..., None]
+
+
+class Inner(abc.ABC):
+  """The user's optimizer, with the same members for Keras 3 and tf_keras.
+
+  Attributes:
+    optimizer: The user's optimizer.
+    innermost: The optimizer that keeps the slots, inside any loss scaling.
+    state: The optimizer's variables, as users and savers see them.
+    scaling: How the optimizer scales losses and gradients.
+    fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
+  """
+
+  # The classes of `state` and `scaling`.
+  _state_class: type[state.State]
+  _scaling_class: type[loss_scaling.LossScaling]
+  # Whether Keras' clipping by `global_clipnorm` makes row-sparse gradients
+  # dense.
+  _is_dense_after_norm: bool
+  # The name of the dictionary that maps a variable's key to its index.
+  _index_attribute: str
+
+  def __init__(self, optimizer: Any) -> None:
+    """Wraps the user's optimizer."""
+    self.optimizer = optimizer
+    self.innermost = innermost(optimizer)
+    self.fused: bool | None = False
+    self.state = self._state_class(self)
+    self.scaling = self._scaling_class(optimizer)
+    self._thread = threading.local()  # Replicas may be threads.
+
+  @property
+  def name(self) -> str:
+    """The optimizer's name."""
+    # tf_keras' LossScaleOptimizer has no name, and legacy optimizers have a
+    # private name.
+    for optimizer in (self.optimizer, self.innermost):
+      if hasattr(optimizer, "name"):
+        return str(optimizer.name)
+    return keras_private.name(self.innermost)
+
+  @property
+  def strategy(self) -> tf.distribute.Strategy:
+    """The strategy whose scope the optimizer was created in."""
+    return keras_private.strategy(self.innermost)
+
+  @property
+  @abc.abstractmethod
+  def is_built(self) -> bool:
+    """Whether the slots exist."""
+
+  @abc.abstractmethod
+  def check_dtypes(self, variables: Sequence[Any]) -> None:
+    """Raises `ValueError` for dtypes that Keras' class cannot update."""
+
+  def build(self, variables: Sequence[Any]) -> None:
+    """Creates the slots for `variables`, unless they exist."""
+    if self.is_built:
+      return
+    if not keras_private.has_waiting(
+      self.innermost, self._weight_copy_attribute
+    ):
+      self.optimizer.build(list(variables))
+      self._start_at_weights(variables)
+      return
+    # Deferred checkpoint values are assigned when slots are created.
+    # ScheduleFreeAdamW would then overwrite them with the weights.
+    with overriding.overriding(self.innermost, assign=lambda *_: None):
+      self.optimizer.build(list(variables))
+
+  def _start_at_weights(self, variables: Sequence[Any]) -> None:
+    """Sets slots that start as copies of the weights to each replica's weights.
+
+    Keras has set them to the weights of the first replica on all replicas.
+    """
+    if self.strategy.num_replicas_in_sync == 1:
+      return  # Keras may create the weights in the function being traced.
+    slots = getattr(self.innermost, self._weight_copy_attribute, ())
+    copies = self.strategy.experimental_local_results
+    with tf.init_scope():
+      for slot, variable in zip(slots, variables, strict=False):
+        natives = map(variables_lib.native, (slot, variable))
+        for own, weight in zip(*map(copies, natives), strict=True):
+          own.assign(weight)
+
+  @property
+  @abc.abstractmethod
+  def _weight_copy_attribute(self) -> str:
+    """The attribute whose slots start as copies of the weights, or ""."""
+
+  def fuse(self, wanted: bool | None) -> None:
+    """Sets whether kernels or XLA do the optimizer's steps.
+
+    Args:
+      wanted: True, False, or None to use them wherever they are faster.
+
+    Raises:
+      ValueError: If `wanted` is True but neither kernels nor XLA can do the
+        steps.
+    """
+    optimizer = self.innermost
+    has_kernel = fused.find_kernel(optimizer) is not None
+    if wanted and not has_kernel and not fused.can_compile(optimizer):
+      raise ValueError(
+        "`fused_update` is True, but TensorFlow has no kernel for"
+        f" {type(optimizer).__name__} with these settings. Pass None to fall"
+        " back to Keras' operations."
+      )
+    self.fused = wanted
+
+  def _overrides(self, *names: str) -> bool:
+    """Returns whether the user's class overrides one of these Keras methods."""
+    kind = type(self.innermost)
+    return any(
+      not getattr(kind, name).__module__.startswith(_KERAS) for name in names
+    )
+
+  @property
+  @abc.abstractmethod
+  def trainable_variables(self) -> Sequence[Any]:
+    """The variables that the optimizer was built on, in order."""
+
+  @property
+  def places(self) -> dict[Any, int]:
+    """The index of each trained variable, by Keras' key of the variable."""
+    return getattr(self.innermost, self._index_attribute)
+
+  def index(self, variable: Any) -> Any:
+    """Returns the variable's index among the trained variables, or None."""
+    return self.places.get(keras_private.key(self.innermost, variable))
+
+  def as_built(self, variable: Any) -> Any:
+    """Returns the Keras variable of a `tf.Variable`.
+
+    Tapes and graphs report `tf.Variable`s.
+    """
+    return variable
+
+  def iterations(self) -> tf.Tensor:
+    """Returns how many times gradients were applied, an int64 scalar."""
+    return tf.convert_to_tensor(self.optimizer.iterations)
+
+  @property
+  def averages(self) -> list[Any]:
+    """The moving averages of the trained variables; empty without averages."""
+    return keras_private.averages(self.innermost)
+
+  @property
+  def finalizes(self) -> bool:
+    """Whether the optimizer changes variables when `fit` ends."""
+    return bool(self.averages) or self._overrides("finalize_variable_values")
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Overwrites variables with their moving averages, if there are any."""
+    self.optimizer.finalize_variable_values(variables)
+
+  @abc.abstractmethod
+  def make_variable(self, value: Any, name: str) -> Any:
+    """Creates a trainable variable of this Keras."""
+
+  def make_tiny(self, weight: Any) -> Any:
+    """Creates a one-element variable with a weight's names, rank and dtype."""
+    shape = [1] * len(weight.shape)
+    value = tf.zeros(shape, variables_lib.native(weight).dtype)
+    return self.make_variable(value, str(weight.name).split(":")[0])
+
+  def is_overwritten(self, variable: Any) -> bool:
+    """Returns whether the gradient of `variable` is its next value.
+
+    Keras' float8 scales are such variables. Their "gradients" are averaged
+    over all replicas or towers, and are not scaled, clipped, rounded or summed.
+    """
+    whole = self.as_built(variable)
+    return bool(getattr(whole, "overwrite_with_gradient", False))
+
+  @property
+  def computes_gradients(self) -> bool:
+    """Whether the user's class overrides how gradients are computed."""
+    return False
+
+  # Calls the override, with a loss that the tape recorded.
+  compute_gradients: Callable[
+    [Any, Sequence[Any], tf.GradientTape], list[tuple[Gradient, Any]]
+  ]
+
+  @property
+  def accumulates(self) -> int | None:
+    """How many calls make one step of this optimizer; None for one call."""
+    return getattr(self.innermost, "gradient_accumulation_steps", None)
+
+  @property
+  def accumulates_own_gradients(self) -> bool:
+    """Whether Keras' variables can accumulate each replica's own gradients.
+
+    Only the last call then reduces. If True, the class must define
+    `accumulated_calls`, `accumulated_gradient` and `accumulate`.
+    """
+    return False
+
+  # The variable that counts calls.
+  accumulated_calls: Any
+  # Returns the variable with the sum of a variable's gradients.
+  accumulated_gradient: Callable[[Any], Any]
+  # Adds gradients to the sums of their variables.
+  accumulate: Callable[[Sequence[Gradient], Sequence[Any]], None]
+
+  def decays(self, variable: Any) -> bool:
+    """Returns whether weight decay, if it is set, applies to a variable."""
+    return keras_private.decays(self.innermost, variable)
+
+  def without_decay(
+    self, variables: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context without weight decay for `variables`."""
+    hidden = set(map(self.index, variables))
+    decay = getattr(self.innermost, keras_private.DECAY)
+
+    def decay_others(seen: Sequence[Any]) -> None:
+      decay([v for v in seen if self.index(v) not in hidden])
+
+    return overriding.overriding(
+      self.innermost, **{keras_private.DECAY: decay_others}
+    )
+
+  def clipping_by(
+    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which `clip` replaces Keras' clipping."""
+    return overriding.overriding(
+      self.innermost,
+      **{keras_private.CLIP: functools.partial(clip, self.innermost)},
+    )
+
+  @property
+  def clips_to_dense(self) -> bool:
+    """Whether Keras' clipping makes row-sparse gradients dense."""
+    limit = clipping.limits_of(self.innermost)["global_clipnorm"]
+    return self._is_dense_after_norm and limit is not None
+
+  @property
+  def is_called_by_loss_scaler(self) -> bool:
+    """Whether a LossScaleOptimizer around the wrapper is calling it now."""
+    return getattr(self._thread, "is_called_by_loss_scaler", False)
+
+  def apply_reduced(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool = False,
+    row_step: RowStep | None = None,
+    **options: Any,
+  ) -> None:
+    """Applies the group's sums.
+
+    If a LossScaleOptimizer wraps the CrossShardOptimizer, the
+    LossScaleOptimizer receives the sums first. If the sums are finite, it calls
+    the CrossShardOptimizer, which calls this method again to apply them.
+
+    Args:
+      grads: The sums.
+      variables: The variables of the sums.
+      through_apply: Whether the caller used Keras 3's `apply`, which does not
+        run what the user's class overrides in `apply_gradients`.
+      row_step: The update for row-sparse gradients; None for Keras' own.
+      **options: More arguments of tf_keras' `apply_gradients`.
+    """
+    if self.scaling.outer_scaler is None or self.is_called_by_loss_scaler:
+      with fused.replacing_update_step(
+        self.innermost, self.index, self.fused, row_step
+      ):
+        self._apply(grads, variables, through_apply, **options)
+      return
+    self._thread.is_called_by_loss_scaler = True
+    try:
+      self._apply_around(grads, variables)
+    finally:
+      self._thread.is_called_by_loss_scaler = False
+
+  @abc.abstractmethod
+  def _apply(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    through_apply: bool,
+    **options: Any,
+  ) -> None:
+    """Applies sums through the user's optimizer."""
+
+  @abc.abstractmethod
+  def _apply_around(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums through the LossScaleOptimizer around the wrapper."""
+
+
+def innermost(optimizer: Any) -> Any:
+  """Returns the optimizer that keeps the slots, inside any loss scaling."""
+  while hasattr(optimizer, "inner_optimizer"):
+    optimizer = optimizer.inner_optimizer
+  return optimizer
+
+
+def slots_at(
+  optimizer: Any, index: int, count: int, keys: Sequence[Any]
+) -> Iterator[tuple[str, Any]]:
+  """Yields the slots of one trained variable, from an optimizer's attributes.
+
+  An optimizer keeps each kind of slot in an attribute. The attribute is a list
+  in the order of the trained variables, or a dictionary whose keys identify
+  variables. Dictionaries may hold such lists and dictionaries.
+
+  Args:
+    optimizer: The optimizer that keeps the slots, built.
+    index: The place of the variable among the trained variables.
+    count: The number of trained variables.
+    keys: Keys that may identify the variable, besides `index`.
+
+  Yields:
+    The name of an attribute, and a slot.
+  """
+  not_found_yet = set(map(id, optimizer.variables))
+
+  def find(values: Any, is_of_variable: bool = False) -> Iterator[Any]:
+    if id(values) in not_found_yet:
+      if is_of_variable:
+        not_found_yet.remove(id(values))  # Yield each slot only once.
+        yield values
+    elif isinstance(values, list) and len(values) == count:
+      yield from find(values[index], is_of_variable=True)
+    elif isinstance(values, dict):
+      # If the variable's key is in this dictionary, follow it. Otherwise search
+      # all values.
+      by_key = [values[key] for key in (*keys, index) if key in values][:1]
+      is_of_variable = is_of_variable or bool(by_key)
+      for part in by_key or list(values.values()):
+        yield from find(part, is_of_variable)
+
+  for attribute, values in list(vars(optimizer).items()):
+    # Skip lists of all variables. Attributes with "_self_" are TensorFlow's
+    # own, and contain everything that a checkpoint saves.
+    if not attribute.startswith(("_variables", "_trainable_", "_self_")):
+      for slot in find(values):
+        yield attribute, slot

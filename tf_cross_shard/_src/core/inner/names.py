@@ -1,0 +1,248 @@
+"""All variables of a Keras 3 or tf_keras optimizer, under stable names.
+
+Keras' own lists are not complete: the list of tf_keras leaves out the learning
+rate and the loss scale. And Keras puts numbers into names, such as `dense_7`.
+These numbers depend on what a program has created before, so a different
+program would not find the same names.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private
+
+
+def nested_optimizers(optimizer: Any) -> Iterator[Any]:
+  """Yields an optimizer and all optimizers inside it, outermost first.
+
+  If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
+  LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
+  MultiOptimizer.
+  """
+  own = components.components_of(optimizer)
+  outer_scaler = None if own is None else own.inner.scaling.outer_scaler
+  optimizer = optimizer if outer_scaler is None else outer_scaler
+  while optimizer is not None:
+    yield optimizer
+    for nested in keras_private.nested(optimizer):
+      yield from nested_optimizers(nested)
+    optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
+  """Returns names and variables of an optimizer and of all optimizers inside.
+
+  Raises:
+    TypeError: If `optimizer` is not an optimizer.
+    ValueError: If `optimizer` is not built.
+  """
+  check_optimizer(optimizer)
+  found: dict[int, Any] = {}
+  trained: dict[int, Any] = {}
+  is_built, sharded = False, None
+  for nested in nested_optimizers(optimizer):
+    is_built = is_built or keras_private.is_built(nested)
+    own = listed(nested) if sharded is None else []
+    sharded = sharded or _sharded_state_of(nested)
+    own += getattr(components.step_of(nested), "state", ())
+    own += [*_rate_variables(nested), *keras_private.unlisted(nested)]
+    for variable in own:
+      found.setdefault(id(variable), variable)
+    for variable in keras_private.trained(nested):
+      trained.setdefault(id(variable), variable)
+  if not is_built:
+    raise ValueError(
+      "`optimizer` is not built, so it has no state: got"
+      f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
+      " inside `with strategy.scope():` first."
+    )
+  if sharded is not None:  # The optimizer is built on shards of the weights.
+    trained = dict(enumerate(sharded.trainable_variables))
+  names = _names(list(found.values()), list(trained.values()))
+  # `replica_state` saves the parts of divided tables, each row once.
+  kept = [getattr(v, "divided", v) for v in found.values()]
+  return list(zip(unique(names), kept, strict=True))
+
+
+def check_optimizer(optimizer: Any) -> None:
+  """Raises `TypeError` unless `optimizer` is an optimizer."""
+  if not hasattr(optimizer, "variables") or not (
+    hasattr(optimizer, "apply_gradients")
+  ):
+    raise TypeError(
+      "`optimizer` must be a Keras optimizer; got"
+      f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
+    )
+
+
+def unique(names: Sequence[str]) -> list[str]:
+  """Returns the names, with numbers for repeated names: `weight#2`."""
+  counts: dict[str, int] = {}
+  numbered = []
+  for name in names:
+    count = counts[name] = counts.get(name, 0) + 1
+    numbered.append(name if count == 1 else f"{name}#{count}")
+  return numbered
+
+
+def listed(optimizer: Any) -> list[Any]:
+  """Returns the variables that an optimizer lists.
+
+  `variables` is a property, or a method in legacy optimizers.
+  """
+  variables = optimizer.variables
+  return list(variables() if callable(variables) else variables)
+
+
+def unlisted_attributes(optimizer: Any) -> list[Any]:
+  """Returns the variables that only attributes of optimizers hold."""
+  return [
+    variable
+    for nested in nested_optimizers(optimizer)
+    for variable in keras_private.unlisted_attributes(nested).values()
+  ]
+
+
+def learning_rates(optimizer: Any) -> list[Any]:
+  """Returns the variables of all learning rates that are in use.
+
+  Keras 3's LossScaleOptimizer also has its own learning rate, but does not use
+  it: it uses the learning rate of its wrapped optimizer.
+  """
+  all_nested = nested_optimizers(optimizer)
+  own = [
+    nested for nested in all_nested if not hasattr(nested, "inner_optimizer")
+  ]
+  rates = itertools.chain(*map(_rate_variables, own))
+  return list({id(rate): rate for rate in rates}.values())
+
+
+def kept_variables(optimizer: Any) -> list[Any]:
+  """Returns all variables of an optimizer and of the optimizers inside it."""
+  return [
+    variable
+    for nested in nested_optimizers(optimizer)
+    for variable in (
+      *listed(nested),
+      *_rate_variables(nested),
+      *keras_private.unlisted(nested),
+    )
+  ]
+
+
+def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
+  """Returns the state of unfinished accumulation windows.
+
+  Returns:
+    A list of variables that are 0 at the start of a window and may differ
+    between the members of a group, and a list of `(counter, k)`;
+    `counter % k == 0` at the start of a window.
+  """
+  sums: list[Any] = []
+  counts = []
+  for nested in nested_optimizers(optimizer):
+    sums += getattr(components.step_of(nested), "window_state", ())
+    if of_keras := keras_private.accumulated(nested):
+      sums += of_keras
+      steps = nested.gradient_accumulation_steps
+      counts.append((keras_private.calls(nested), steps))
+  return sums, counts
+
+
+def _rate_variables(optimizer: Any) -> list[Any]:
+  """Returns the variables of an optimizer's learning rate.
+
+  The schedule `PerGroup` may also hold a variable.
+  """
+  rates = keras_private.learning_rates(optimizer)
+  factors = [getattr(rate, "rate_factor", None) for rate in rates]
+  return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
+
+
+def sharded_state(optimizer: Any) -> Any:
+  """Returns the `PlainState` of an optimizer or of one inside it, or None."""
+  states = map(_sharded_state_of, nested_optimizers(optimizer))
+  return next(filter(None, states), None)
+
+
+def _sharded_state_of(optimizer: Any) -> Any:
+  """Returns the `PlainState` of this optimizer, not of one inside it."""
+  own = components.components_of(optimizer)
+  return None if own is None else own.inner.state.whole
+
+
+def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
+  """Returns names without numbers that depend on earlier objects of a program.
+
+  Keras 3 names a slot after its variable, which is among the trained ones:
+  "adam/dense_7_kernel_momentum" is a slot of "dense_7/kernel". The result for
+  this slot would be "adam/dense/kernel/momentum". Other variables have the
+  whole path at the end: "gradient_sum/dense_7/kernel" becomes
+  "gradient_sum/dense/kernel".
+  """
+  trained_paths = list(map(variables_lib.path_of, trained))
+  stable_names = variables_lib.renumbered(trained_paths)
+  stable_of_path = dict(zip(trained_paths, stable_names, strict=True))
+  # Maps the prefix of a slot's name to the stable name of the trained variable.
+  stable: dict[str, str] = {}
+  for variable, name in zip(trained, stable_names, strict=True):
+    for given in (getattr(variable, "path", None), variable.name):
+      if given:
+        prefix = str(given).replace("/", "_").replace(":", "_")
+        stable.setdefault(f"{prefix}_", name)
+  paths = []
+  for path in map(variables_lib.path_of, variables):
+    head, slash, last = path.rpartition("/")
+    owners = [prefix for prefix in stable if last.startswith(prefix)]
+    # A variable named exactly like a trained variable `kernel_1` is a copy of
+    # it, not slot "1" of `kernel`.
+    if owners and f"{last}_" not in stable:
+      longest = max(owners, key=len)
+      path = f"{head}{slash}{stable[longest]}/{last.removeprefix(longest)}"
+    else:
+      path = _with_stable_end(path, stable_of_path)
+    paths.append(path)
+  return variables_lib.renumbered(paths)
+
+
+def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
+  """Replaces a trained variable's path at the end of a path, if there is one.
+
+  If several trained variables fit, the longest path is replaced.
+  """
+  parts_of_path = path.split("/")
+  for start in range(len(parts_of_path)):
+    stable = stable_of_path.get("/".join(parts_of_path[start:]))
+    if stable is not None:
+      return "/".join([*parts_of_path[:start], stable])
+  return path
+
+
+def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
+  """Returns the groups of the optimizer; by default, one group of all."""
+  for nested in nested_optimizers(optimizer):
+    groups = getattr(nested, "groups", None)
+    if isinstance(groups, groups_lib.Groups):
+      if num_replicas not in (None, groups.num_replicas):
+        raise ValueError(
+          f"`optimizer` has groups of {groups.num_replicas} replicas,"
+          f" {groups.to_lists()}, but its variables have {num_replicas}"
+          " replicas. Create both inside the scope of one strategy."
+        )
+      return groups
+  return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
+
+
+def group_warnings_of(optimizer: Any) -> list[Any]:
+  """Returns the `GroupWarnings` of each CrossShardOptimizer."""
+  return [step.warnings for step in steps_of(optimizer)]
+
+
+def steps_of(optimizer: Any) -> list[Any]:
+  """Returns the `step.flow.StepPipeline` of each CrossShardOptimizer inside."""
+  all_nested = nested_optimizers(optimizer)
+  return list(filter(None, map(components.step_of, all_nested)))

@@ -1,0 +1,40 @@
+"""Temporarily overrides attributes of an optimizer.
+
+`docs/design.md` lists every attribute that is overridden during `build` or a
+step, and why.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def overriding(target: Any, **attributes: Any) -> Iterator[None]:
+  """Overrides attributes of an object inside the context.
+
+  The attributes are written to the object's `__dict__`, so no property or
+  `__setattr__` of its class runs (Keras tracks what is assigned).
+
+  >>> class Point:
+  ...   x = 1
+  >>> point = Point()
+  >>> with overriding(point, x=2, y=3):
+  ...   point.x, point.y
+  (2, 3)
+  >>> point.x, hasattr(point, "y")
+  (1, False)
+  """
+  own = vars(target)
+  before = {name: own[name] for name in attributes if name in own}
+  own.update(attributes)
+  try:
+    yield
+  finally:
+    # Do not remove attributes that the object had, because that would change
+    # the order in which `wrapped.slots_at` searches for slots.
+    for name in attributes:
+      if name in before:
+        own[name] = before[name]
+      else:
+        own.pop(name, None)

@@ -1,0 +1,124 @@
+"""Makes some rows of a variable look like a variable to `update_step`.
+
+    table [n, w]    ── gather ─▶ rows [k, w] ─┐
+    slots [n, w]    ── gather ─▶ rows [k, w] ─┼─ opt.update_step ─▶ scatter back
+    gradient's rows ──────────────────────────┘
+
+Here, k of the n rows are in the batch. So an optimizer of any class
+computes its own formula, at a cost that depends on k and not on n. The update
+of an element must depend only on that element.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import overriding
+
+
+class Rows:
+  """Rows of this replica's copy of a variable.
+
+  An optimizer reads and assigns this object like a variable. `write` stores the
+  rows.
+  """
+
+  trainable = True
+
+  def __init__(self, variable: Any, indices: tf.Tensor) -> None:
+    """Gathers the rows at unique indices."""
+    native = variables_lib.native(variable)
+    self._handle = native.handle
+    self._indices = indices
+    self.name = str(variable.name)
+    self.path = str(getattr(variable, "path", self.name))
+    self.dtype = tf.as_dtype(getattr(native, "true_dtype", native.dtype))
+    # Keras 3 and tf_keras find the slots of a variable by this attribute.
+    whole = variables_lib.distributed(variable)
+    self._unique_id = whole._unique_id  # noqa: SLF001
+    self._value = tf.raw_ops.ResourceGather(
+      resource=self._handle, indices=indices, dtype=self.dtype
+    )
+    self._value.set_shape([None, *variable.shape[1:]])
+
+  @property
+  def shape(self) -> tf.TensorShape:
+    """The shape of the rows."""
+    return self._value.shape
+
+  def __tf_tensor__(
+    self, dtype: tf.DType | None = None, name: str | None = None
+  ) -> tf.Tensor:
+    """Returns the rows when TensorFlow converts this object to a tensor."""
+    return tf.convert_to_tensor(self._value, dtype, name=name)
+
+  def read_value(self) -> tf.Tensor:
+    """Returns the rows, a tensor `[k, ...]`."""
+    return self._value
+
+  def assign(self, value: Any) -> None:
+    """Replaces the rows. `write` stores them in the variable."""
+    self._value = tf.cast(value, self.dtype)
+
+  def assign_add(self, value: Any) -> None:
+    """Adds to the rows."""
+    self.assign(self._value + tf.cast(value, self.dtype))
+
+  def assign_sub(self, value: Any) -> None:
+    """Subtracts from the rows."""
+    self.assign(self._value - tf.cast(value, self.dtype))
+
+  def write(self) -> None:
+    """Stores the rows in the variable. No other row is read or written."""
+    tf.raw_ops.ResourceScatterUpdate(
+      resource=self._handle, indices=self._indices, updates=self._value
+    )
+
+
+def _operator(name: str) -> Any:
+  """Returns a tensor's operator in a form that accepts rows."""
+
+  def operate(rows: Rows, *others: Any) -> Any:
+    return getattr(rows.read_value(), name)(*others)
+
+  return operate
+
+
+_BINARY: Final = ("add", "sub", "mul", "truediv", "pow")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
+  setattr(Rows, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+@contextlib.contextmanager
+def gathered(
+  inner: inner_lib.Inner, variable: Any, indices: tf.Tensor
+) -> Iterator[Rows]:
+  """Replaces each slot of a variable with its rows, inside the context.
+
+  Yields the rows of the variable itself, at unique indices. The end of the
+  context stores the rows of the variable and of its slots.
+  """
+  optimizer = inner.innermost
+  index, count = inner.index(variable), len(inner.places)
+  attributes = vars(optimizer)
+  rows, replaced = [Rows(variable, indices)], {}
+  for attribute, slot in inner_lib.slots_at(optimizer, index, count, ()):
+    values = attributes[attribute]
+    if not isinstance(values, list) or values[index] is not slot:
+      raise ValueError(
+        "`lazy_rows` needs each kind of slot in a list parallel to the"
+        f" variables, but `{type(optimizer).__name__}.{attribute}` is not such"
+        " a list. Remove `lazy_rows`."
+      )
+    # Replace a copy of the list: Keras tracks what is put into its own lists.
+    replaced[attribute] = list(values)
+    replaced[attribute][index] = Rows(slot, indices)
+    rows.append(replaced[attribute][index])
+  with overriding.overriding(optimizer, **replaced):
+    yield rows[0]
+  for part in rows:
+    part.write()

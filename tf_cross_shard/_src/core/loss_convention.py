@@ -1,0 +1,181 @@
+"""Chooses the factor by which a loss is multiplied.
+
+The factor turns the sum over a group into a mean; see `gradients.loss_factor`.
+It depends on whether the loss is averaged over the examples of one replica or
+of all replicas. Unless you pass `loss_averaged_over`, a default applies. The
+default cannot know where a loss comes from. So you get a warning when a default
+is first used, and when a step sums gradients of a loss that was never scaled.
+"""
+
+import sys
+import threading
+import types
+import weakref
+from typing import Any, Final
+
+import tensorflow as tf
+from absl import logging
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import loss_factor
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.reduce import collective_ops
+
+# The possible values of `loss_averaged_over`, in words.
+_EXAMPLES: Final = {
+  loss_factor.REPLICA: "this replica's examples",
+  loss_factor.GLOBAL: "all replicas' examples",
+}
+# Warnings of optimizers with `scale_gradients`. A program that cannot be edited
+# may create many such optimizers, so all of them share one set.
+_shared_warnings: Final[set[str]] = set()
+
+
+class LossConvention:
+  """Chooses the loss factor; warns if a step seems to use the wrong one.
+
+  >>> pairs = groups_lib.Groups([[0, 1], [2, 3]])
+  >>> settings = settings_lib.Settings(loss_averaged_over="global")
+  >>> convention = LossConvention(settings, pairs)
+  >>> convention.for_loss(loss_factor.REPLICA)
+  2.0
+  >>> convention.for_gradients()
+  1.0
+  """
+
+  def __init__(
+    self, settings: settings_lib.Settings, groups: groups_lib.Groups
+  ) -> None:
+    """Creates the convention of an optimizer with these settings."""
+    self._settings = settings
+    self._groups = groups
+    # What the step of the calling replica has done so far. It is local to the
+    # thread, because each replica traces, or runs eagerly, in one thread.
+    self._step = threading.local()
+    self._scaled_in_trace = False
+    self._ever_scaled = False
+    self._own_warnings: set[str] = set()
+
+  def for_loss(self, default: str) -> float:
+    """Returns the factor of the loss, and notes that this step scales it.
+
+    Args:
+      default: `"replica"` or `"global"`, for a user who chose neither.
+    """
+    self._ever_scaled = True
+    self._step.scaled = True
+    trace = weakref.ref(collective_ops.outermost_function())
+    self._step.default = default, trace
+    # The function that is being traced may run in later steps.
+    self._scaled_in_trace |= not tf.executing_eagerly()
+    return 1.0 if self._settings.scale_gradients else self._factor(default)
+
+  def for_gradients(self) -> float:
+    """Returns the factor of the gradients: 1 unless `scale_gradients`."""
+    if not self._settings.scale_gradients:
+      return 1.0
+    default, trace = getattr(self._step, "default", (loss_factor.GLOBAL, None))
+    # Use the default of `for_loss` only if `for_loss` was called in the same
+    # trace: on a TPU, one thread traces the functions of all steps.
+    now = collective_ops.outermost_function()
+    is_same_trace = trace is not None and trace() is now
+    return self._factor(default if is_same_trace else loss_factor.GLOBAL)
+
+  def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
+    """Warns once if a step sums gradients of a loss that was never scaled.
+
+    For a step through Keras' `apply`, the loss is assumed to be averaged over
+    the examples of all replicas, as Keras' own losses are.
+
+    Args:
+      through_apply: Whether the step came through Keras' `apply`.
+      is_divided: Whether gradients are divided by a loss scale afterwards.
+    """
+    if is_divided and not self._ever_scaled:
+      self._warn(
+        "A LossScaleOptimizer divides gradients by its loss scale, but the loss"
+        " was never multiplied by it. Call compute_gradients() or minimize(),"
+        " or scale_loss(loss) inside the tape."
+      )
+      return
+    settings = self._settings
+    scaled = getattr(self._step, "scaled", False) or settings.scale_gradients
+    self._step.scaled = False
+    if tf.executing_eagerly():
+      # An eager step may call a traced function that scales the loss.
+      scaled = scaled or self._scaled_in_trace
+    # The factors that the loss may be missing, given what is known about it.
+    factors = self.factors()
+    chosen = settings.loss_averaged_over
+    if chosen is not None:
+      missing = {factors[chosen]}
+    elif through_apply:
+      missing = {factors[loss_factor.GLOBAL]}
+    elif settings.is_mean:
+      missing = set(factors.values())  # In a custom loop, either is possible.
+    else:
+      missing = {1.0}  # The user may want the plain sum of the gradients.
+    if scaled or missing == {1.0}:
+      return
+    self._warn(
+      "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
+      ' the result of reduction="%s" is wrong by a constant factor: %g if the'
+      " loss is averaged over this replica's examples, %g if over all"
+      ' replicas\' examples. Pass loss_averaged_over="replica" or "global", and'
+      " call scale_loss(loss) inside the tape (docs/choosing.md) or pass"
+      " scale_gradients=True, the only way within Keras' MultiOptimizer.",
+      settings.reduction,
+      factors[loss_factor.REPLICA],
+      factors[loss_factor.GLOBAL],
+    )
+
+  def _factor(self, default: str) -> float:
+    """Returns the factor; warns when a default is first used."""
+    chosen = self._settings.loss_averaged_over
+    factors = self.factors()
+    taken = chosen or default
+    [other] = set(factors) - {taken}
+    if (
+      chosen is None and factors[taken] != factors[other] and not _is_in_keras()
+    ):
+      self._warn(
+        "CrossShardOptimizer assumes that the loss is averaged over %s, and"
+        ' multiplies it by %g. If this is right, pass loss_averaged_over="%s".'
+        ' If the loss is averaged over %s, pass loss_averaged_over="%s"; the'
+        " factor is then %g. See docs/choosing.md.",
+        *(_EXAMPLES[taken], factors[taken], taken),
+        *(_EXAMPLES[other], other, factors[other]),
+      )
+    return factors[taken]
+
+  def factors(self) -> dict[str, float]:
+    """Maps each value of `loss_averaged_over` to its factor."""
+    groups = self._groups
+    return {
+      over: loss_factor.loss_factor(
+        self._settings.reduction, over, groups.num_replicas, groups.group_size
+      )
+      for over in _EXAMPLES
+    }
+
+  def _warn(self, text: str, *values: Any) -> None:
+    """Logs a warning once."""
+    is_shared = self._settings.scale_gradients
+    logged = _shared_warnings if is_shared else self._own_warnings
+    if text not in logged:
+      logged.add(text)
+      logging.warning(text, *values)
+
+
+def _is_in_keras() -> bool:
+  """Returns whether Keras called this package, as in `fit` with Keras' losses.
+
+  This looks at call frames, which decide only whether a warning is logged.
+  """
+  frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
+  while frame is not None:
+    module = frame.f_globals.get("__name__", "")
+    if not module.startswith(("tf_cross_shard", "tensorflow")):
+      return module.startswith(("keras.src.", "tf_keras.src."))
+    frame = frame.f_back
+  return False

@@ -1,0 +1,323 @@
+"""The wrapper: an optimizer that forwards everything except its step.
+
+You read, write, save and restore the variables and settings of the wrapped
+optimizer through the wrapper, as if the wrapper were not there.
+
+The subclasses in `keras3.wrapper` and `tf_keras.wrapper` are also optimizers of
+Keras 3 and tf_keras.
+"""
+
+import inspect
+import reprlib
+import sys
+from typing import Any, Final, TypeVar
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import components, validation
+from tf_cross_shard._src.core.inner import exclusions, v1_conversion
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.outer import loss_scaler, saving, v1_methods
+
+# Names that `dir` does not list. Keras saves each optimizer that it finds under
+# a listed name, and tf.train.Checkpoint saves the slots of an object that lists
+# `get_slot_names`. Both would save the same variables twice.
+_HIDDEN: Final = frozenset(("inner_optimizer", "get_slot_names"))
+
+
+_Class = TypeVar("_Class", bound=type[Any])
+
+
+class VariableList(list[Any]):
+  """A list for `variables` that, as in TensorFlow 1, can be called."""
+
+  def __call__(self) -> "VariableList":
+    """Returns this list."""
+    return self
+
+
+def _forwarded(name: str) -> property:
+  """Returns a property that forwards to the wrapped optimizer."""
+
+  def get(self: Any) -> Any:
+    own = components.components_of(self)
+    return None if own is None else getattr(own.inner.optimizer, name)
+
+  def set_value(self: Any, value: Any) -> None:
+    own = components.components_of(self)
+    if own is not None:  # It is None while Keras' constructor runs.
+      setattr(own.inner.optimizer, name, value)
+
+  return property(get, set_value, doc=f"`{name}` of the wrapped optimizer.")
+
+
+class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
+  """Forwards state and settings to a wrapped optimizer.
+
+  The wrapper has its own name and its own clipping limits.
+  """
+
+  _package: str  # "keras" or "tf_keras"
+  _v1_classes: Any  # The module of this Keras' `v1_optimizers`.
+  _argument = "opt"  # The constructor's name for the wrapped optimizer.
+  clipnorm: float | None
+  global_clipnorm: float | None
+  clipvalue: float | None
+
+  def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
+    """Creates the wrapper; the class of each Keras overrides this method."""
+    raise NotImplementedError
+
+  @classmethod
+  def _keras(cls) -> Any:
+    """Returns the module of the wrapper's Keras."""
+    return sys.modules[cls._package]
+
+  @classmethod
+  def _serialize(cls, opt: Any) -> Any:
+    """Returns an optimizer in serializable form, a dictionary."""
+    return cls._keras().saving.serialize_keras_object(opt)
+
+  @classmethod
+  def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
+    """Returns the optimizer that a dictionary describes, not built."""
+    # Do not use optimizers.deserialize, which does not know Lamb in Keras 3.
+    return cls._keras().saving.deserialize_keras_object(config, custom_objects)
+
+  learning_rate = _forwarded("learning_rate")
+  iterations = _forwarded("iterations")
+  exclude_from_weight_decay = _forwarded("exclude_from_weight_decay")
+  update_step = _forwarded("update_step")
+
+  def _wrap(self, inner: inner_lib.Inner) -> None:
+    """Stores the wrapped optimizer, and begins to forward attributes."""
+    components.set_components(self, components.Components(inner, self._package))
+
+  @classmethod
+  def _as_optimizer(cls, opt: Any) -> Any:
+    """Returns `opt` as an optimizer of this Keras, or raises an error."""
+    if isinstance(opt, (str, dict)):
+      try:
+        opt = cls._keras().optimizers.get(opt)
+      except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+          f"`{cls._argument}` must name a Keras optimizer; got {opt!r}. Use"
+          ' a name such as "adam", or an optimizer object.'
+        ) from error
+    elif isinstance(opt, tf.compat.v1.train.Optimizer):
+      opt = v1_conversion.convert(opt, cls._package, cls._v1_classes)
+    for nested in names_lib.nested_optimizers(opt):
+      if isinstance(nested, OptimizerWrapper):
+        cls._check_wrapper_within(nested, opt)
+    if not isinstance(opt, _optimizer_classes(cls._package)):
+      raise TypeError(
+        f"`{cls._argument}` must be an optimizer of {cls._package}.optimizers"
+        f" or its name; got {_kind(opt)}. {_remedy(opt, cls._package)}"
+      )
+    return opt
+
+  @classmethod
+  def _check_wrapper_within(cls, wrapper: "OptimizerWrapper", opt: Any) -> None:
+    """Raises `ValueError` for a wrapper that `opt` must not be or contain."""
+    raise ValueError(
+      f"`{cls._argument}` must not be or contain a {type(wrapper).__name__}"
+      f" itself; got {wrapper.name!r}. Gradients would be reduced twice."
+      " Pass the optimizer inside it."
+    )
+
+  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
+    """Reduces gradients before a LossScaleOptimizer around this optimizer."""
+    loss_scaler.install_outer_loss_scaler(
+      self._inner.scaling, outer_scaler, methods
+    )
+
+  def __getattr__(self, name: str) -> Any:
+    """Reads a missing attribute from the wrapped optimizer."""
+    own = components.components_of(self)
+    if own is None or (name.startswith("__") and name.endswith("__")):
+      raise AttributeError(
+        f"{type(self).__name__!r} object has no attribute {name!r}"
+      )
+    return getattr(own.inner.optimizer, name)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    """Writes to the wrapped optimizer if only it has the attribute."""
+    own = components.components_of(self)
+    if (
+      own is not None
+      and name not in self.__dict__
+      and not hasattr(type(self), name)
+      and hasattr(own.inner.optimizer, name)
+    ):
+      setattr(own.inner.optimizer, name, value)
+    else:
+      super().__setattr__(name, value)
+
+  def __repr__(self) -> str:
+    """Returns the class, the wrapped optimizer, and changed arguments."""
+    if components.components_of(self) is None:  # Keras' constructor is running.
+      return object.__repr__(self)
+    opt = self._inner.optimizer
+    is_wrapper = isinstance(opt, OptimizerWrapper)
+    shown = [repr(opt) if is_wrapper else type(opt).__name__]
+    for name, value in self._differing().items():
+      shown.append(f"{name}={reprlib.repr(value)}")
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+  def _differing(self) -> dict[str, Any]:
+    """Returns the other arguments that differ from their defaults."""
+    return {}
+
+  def __dir__(self) -> list[str]:
+    """Returns attribute names, except those that savers would follow."""
+    return [name for name in super().__dir__() if name not in _HIDDEN]
+
+  @property
+  def inner_optimizer(self) -> Any:
+    """The wrapped optimizer itself."""
+    return self._inner.optimizer
+
+  @property
+  def variables(self) -> VariableList:
+    """The variables of the wrapped optimizer only."""
+    return VariableList(self._inner.state.unsharded.variables)
+
+  def get_name(self) -> str:
+    """Returns the name given to the constructor."""
+    return str(self.name)
+
+  def get_slot(self, var: Any, name: str) -> Any:
+    """Returns the slot that the wrapped optimizer created for a variable.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> weight = tf.Variable([1.0, 2.0])
+    >>> optimizer = CrossShardOptimizer("adam")
+    >>> optimizer.build([weight])
+    >>> velocity = optimizer.get_slot_names()[-1]
+    >>> optimizer.get_slot(weight, velocity).shape.as_list()
+    [2]
+
+    Args:
+      var: A variable that the optimizer was built on.
+      name: The slot's name, one of `get_slot_names()`.
+
+    Returns:
+      The slot, a variable in the shape of `var`; None if there is no slot of
+      this name. With `shard_update` you can only read the slot.
+
+    Raises:
+      TypeError: If `var` is not a variable.
+    """
+    validation.check_variable("var", var)
+    return self._inner.state.unsharded.view(var, name)
+
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of all slots; empty before the optimizer is built."""
+    return self._inner.state.slot_names()
+
+  def build(self, variables: Any) -> None:
+    """Creates the wrapped optimizer's slots.
+
+    If the optimizer was unpickled, this method restores the pickled values. If
+    you also restore a checkpoint, do it after `build`.
+
+    Args:
+      variables: All variables that will ever be trained.
+
+    Raises:
+      ValueError: If pickled values have different shapes.
+      RuntimeError: If pickled values are still to be restored, and you call
+        this method in one of several replicas. Only the slots of that replica
+        would receive the values.
+    """
+    checkpointed = self._inner.state.checkpointed
+    own, variables = self._components, list(variables)
+    has_waiting_values = own.unrestored or getattr(
+      checkpointed, "has_waiting_values", False
+    )
+    if has_waiting_values and not tf.distribute.in_cross_replica_context():
+      replicas = tf.distribute.get_strategy().num_replicas_in_sync
+      if replicas > 1:
+        raise RuntimeError(
+          f"{self.name} was unpickled, copied or restored but is not built;"
+          f" each of the {replicas} replicas would build it for itself. Call"
+          " build(variables) inside `with strategy.scope():` before the first"
+          " step."
+        )
+    if not self._inner.is_built:
+      self._inner.check_dtypes(variables)
+      if own.excluded:
+        exclusions.exclude_again(self._inner, own.excluded, variables)
+      # Record the exclusions before `_build_slots`: with `shard_update`, the
+      # optimizer is built on other variables.
+      own.excluded = exclusions.of_variables(self._inner, variables)
+    self._build_slots(variables)
+    if own.unrestored:
+      # Leave the function that is being traced, because it would restore the
+      # values in every step.
+      with tf.init_scope():
+        self._restore(own.unrestored, own.unrestored_attributes)
+
+  def _build_slots(self, variables: list[Any]) -> None:
+    """Creates the slots."""
+    self._inner.build(variables)
+
+  def finalize_variable_values(self, var_list: Any) -> None:
+    """Overwrites the variables with their moving averages, if there are any.
+
+    Keras calls this method when `fit` ends.
+
+    Args:
+      var_list: The variables.
+    """
+    self._inner.write_averages(var_list)
+
+
+def documented(cls: _Class) -> _Class:
+  """Joins the docstrings of a class, of its first base and of the constructor.
+
+  The class for each Keras version documents only what differs. The
+  documentation that both classes share, and the constructor's arguments, are
+  written once.
+  """
+  first = cls.__bases__[0]
+  own, shared = map(inspect.getdoc, (cls, first))
+  constructor = vars(first).get("__init__")
+  init = constructor and inspect.getdoc(constructor)
+  if own and shared:  # python -OO removes all docstrings.
+    _, _, more = shared.partition("\n\n")
+    more, mark, references = more.partition("References:")
+    whole = [own, more.strip(), init, mark + references]
+    cls.__doc__ = "\n\n".join(filter(None, whole))
+  return cls
+
+
+def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
+  """Returns the optimizer base classes of a Keras; tf_keras has two of them."""
+  # Empty if the Keras is not imported: no object of its classes can exist.
+  optimizers = getattr(sys.modules.get(package), "optimizers", None)
+  legacy = getattr(optimizers, "legacy", None)
+  kinds = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
+  return tuple(kind for kind in kinds if kind is not None)
+
+
+def _kind(opt: Any) -> str:
+  """Returns the class of an object in words, for an error."""
+  kind = opt if isinstance(opt, type) else type(opt)
+  prefix = "the class " if kind is opt else ""
+  return f"{prefix}{kind.__module__}.{kind.__qualname__}"
+
+
+def _remedy(opt: Any, package: str) -> str:
+  """Returns the remedy for an object that is not an optimizer of this Keras."""
+  if isinstance(opt, type):
+    return f"Pass an object, not the class: {opt.__name__}()."
+  for other in ("keras", "tf_keras"):
+    if isinstance(opt, _optimizer_classes(other)):
+      module = "keras3" if other == "keras" else other
+      return (
+        f"This is an optimizer of {other}. Wrap it in the class for"
+        f" {other}: from tf_cross_shard.{module} import CrossShardOptimizer"
+      )
+  return f"Use an optimizer such as {package}.optimizers.Adam()."

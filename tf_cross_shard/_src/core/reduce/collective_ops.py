@@ -1,0 +1,528 @@
+"""TensorFlow's collective operations, in one process or in several.
+
+Each operation (`CollectiveReduceV2` and others) needs two keys and a token from
+its caller. Members find each other by the keys, and each replica runs its
+collectives in the order of the token:
+
+    group key       names a group; it is the same on all members of the group
+    instance key    names one collective of that group; it is the same in every
+                    step and on every member
+    ordering token  a resource handle for each replica; collectives that share
+                    it run one after the other
+
+How the obvious alternatives failed, with TensorFlow 2.21 on CPUs:
+
+- No ordering token: stateful operations of all replicas become one chain, and
+  the first collective waits for members that come later in that chain.
+- A fresh instance key in every call: the runtime remembers every key, at 0.85
+  to 1.5 kB each, and steps are slower.
+- An instance key from a counter in Python: if only one worker retraces its
+  function, its keys no longer match the keys of the other workers, and all
+  workers hang.
+- `timeout_seconds`: each operation then holds two threads until the time has
+  passed, 2,423 threads after 300 steps. `timeout_seconds` is therefore 0. The
+  runtime still notices a lost worker after about 9 s.
+- `CollectiveReduceV3` with a `group_assignment`: "not supported yet".
+- `CollectiveReduceScatterV2` and `CollectivePermute`: no CPU kernel.
+
+A collective that fails makes every later collective of the process fail.
+Everything that can be checked is therefore checked before the first one runs.
+"""
+
+import itertools
+import threading
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.workers import stall_watch
+
+# The first of our group keys. tf.distribute numbers its own groups from 1, and
+# two groups with the same key raise an error.
+_FIRST_GROUP_KEY: Final = 0x40000000
+_LAST_GROUP_KEY: Final = 0x7FFFFFFF
+_DTYPES: Final = frozenset(
+  (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+)
+
+ALL_REDUCE: Final = "CollectiveReduceV2"
+ALL_GATHER: Final = "CollectiveGatherV2"
+ALL_TO_ALL: Final = "CollectiveAllToAllV2"
+_ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
+
+# Values of `communication_hint`, the implementation to ask the runtime for.
+AUTO: Final = "auto"
+RING: Final = "ring"
+NCCL: Final = "nccl"
+# The dtypes that NCCL sums. According to its source code, TensorFlow 2.21
+# passes any other dtype to NCCL as float32.
+_NCCL_DTYPES: Final = _DTYPES - {tf.bfloat16}
+
+# With 12 members or more, `CollectiveAllToAllV2` fails or returns wrong rows.
+MAX_ALL_TO_ALL: Final = 11
+# With more replicas than this, the runtime sees the members in a different
+# order than we do.
+MAX_ORDERED: Final = 10
+
+_local_strategies: Final = itertools.count()
+
+
+class CollectiveOps:
+  """The collectives of one strategy, with their keys and ordering tokens.
+
+  All optimizers of a strategy share one object. If each optimizer had its own
+  object, two optimizers in one step would use the same instance keys.
+
+  Attributes:
+    hint: The implementation that the runtime is asked for.
+  """
+
+  def __init__(
+    self,
+    identity: str | None = None,
+    chains: int = 1,
+    is_serial: bool = True,
+    hint: str = AUTO,
+    watch: stall_watch.StallWatch | None = None,
+  ) -> None:
+    """Stores what all collectives of the strategy have in common.
+
+    Args:
+      identity: A text that identifies the strategy in all of its processes;
+        None for a strategy that runs only in this process.
+      chains: How many collectives of one replica may run at the same time.
+      is_serial: Whether eager replicas of this process run one after the other,
+        in which case a collective would wait forever for the next replica.
+      hint: The implementation, from `hint_for`. With NCCL there is only one
+        chain: the kernels of two chains may start in different orders on
+        different devices, and then wait for each other forever.
+      watch: Ends a wait for another worker that lasts too long; None if all
+        replicas are in this process.
+    """
+    self._watch = watch
+    self._is_local = identity is None
+    self._identity = identity or f"local strategy {next(_local_strategies)}"
+    self.hint = hint
+    self._chains = 1 if hint == NCCL else chains
+    self._is_serial = is_serial
+    self._first_keys: dict[groups_lib.Groups, int] = {}
+    self._tokens: dict[tuple[int, int], tf.Tensor] = {}
+    self._numbers = itertools.count(1)
+    self._functions: weakref.WeakKeyDictionary[
+      Any, tuple[int, dict[int, int]]
+    ] = weakref.WeakKeyDictionary()
+
+  def run(
+    self,
+    name: str,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """Runs one collective for each tensor, over the group of `replica`.
+
+    Args:
+      name: `ALL_REDUCE`, `ALL_GATHER` (which concatenates along axis 0; no
+        tensor may be empty) or `ALL_TO_ALL` (row i goes to the i-th member).
+      tensors: Tensors of the same shapes and dtypes on all members.
+      groups: The grouping.
+      replica: The replica that calls.
+      device: The device of that replica.
+
+    Returns:
+      The results of the collectives, in the order of `tensors`.
+
+    Raises:
+      RuntimeError: If replicas would wait for each other forever here.
+      TypeError: If collectives do not support the dtype of a tensor.
+    """
+    self._check(tensors)
+
+    def run() -> list[tf.Tensor]:
+      results = []
+      for tensor in tensors:
+        function, ordinal = self._place_in_program(replica)
+        chain = ordinal % self._chains  # Successive collectives take turns.
+        results.append(
+          getattr(tf.raw_ops, name)(
+            input=tensor,
+            group_size=groups.group_size,
+            group_key=self.group_key(groups, replica),
+            instance_key=instance_key(name, tensor, function, ordinal),
+            ordering_token=[self.token(replica, chain, device)],
+            communication_hint=self._hint_of(name, tensor),
+            **_ATTRIBUTES.get(name, {}),
+          )
+        )
+      return results
+
+    return (
+      run() if self._watch is None else self._watch.run_watched(tensors, run)
+    )
+
+  def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
+    """Returns the hint for a collective.
+
+    Only the runtime's own implementation has an all-to-all.
+    """
+    is_known = self.hint != NCCL or tensor.dtype in _NCCL_DTYPES
+    return AUTO if name == ALL_TO_ALL or not is_known else self.hint
+
+  def reduce_scatter(
+    self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
+  ) -> tf.Tensor:
+    """Sums a vector over the group, and returns this member's part.
+
+    The vector has `group_size * n` elements, and the part n.
+
+        part k of all members ─ all-to-all ─▶ member k sums its parts
+
+    `CollectiveReduceScatterV2` has no CPU kernel. Adding locally also allows
+    half-precision parts to be added in float32.
+    """
+    rows = tf.reshape(row, [groups.group_size, -1])
+    [received] = self.run(ALL_TO_ALL, [rows], groups, replica, device)
+    wide = tf.cast(received, tf.float32) if row.dtype.size < 4 else received
+    return tf.cast(tf.reduce_sum(wide, axis=0), row.dtype)
+
+  def all_gather(
+    self, part: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
+  ) -> tf.Tensor:
+    """Concatenates the parts of all members, which have the same shape."""
+    words = [as_words(part)]
+    [joined] = self.run(ALL_GATHER, words, groups, replica, device)
+    return from_words(joined, part)
+
+  def join_rows(
+    self,
+    tensors: Sequence[tf.Tensor],
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> list[tf.Tensor]:
+    """Concatenates tensors whose numbers of rows may differ between replicas.
+
+    A collective needs the same shape on all members. The members therefore
+    gather their numbers of rows first, then gather rows that are padded to the
+    longest tensor, and drop the padding.
+    """
+    # counts[m, i]: how many rows member m has of tensor i.
+    rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])[tf.newaxis]
+    [counts] = self.run(ALL_GATHER, [rows], groups, replica, device)
+    counts = tf.reshape(counts, [groups.group_size, len(tensors)])
+    longest = tf.reduce_max(counts, axis=0)
+    padded = [
+      _pad_rows(as_words(tensor), _rounded_up(longest[i]))
+      for i, tensor in enumerate(tensors)
+    ]
+    joined = self.run(ALL_GATHER, padded, groups, replica, device)
+    return [
+      from_words(
+        _without_padding(all_rows, counts[:, i], groups.group_size), tensor
+      )
+      for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
+    ]
+
+  def exchange_rows(
+    self,
+    rows: tf.Tensor,
+    counts: tf.Tensor,
+    place: int,
+    groups: groups_lib.Groups,
+    replica: int,
+    device: str,
+  ) -> tf.Tensor:
+    """Sends rows to the members of a group; see `Engine.exchange_rows`.
+
+    An all-to-all sends equal numbers of rows, so the rows for each member are
+    padded. `place` is the position of this replica.
+
+    Raises:
+      NotImplementedError: With so many replicas that the runtime sees them in
+        a different order.
+    """
+    if not keeps_order(groups):
+      raise NotImplementedError(
+        "Between processes, and inside tf.cond, a table can be divided among at"
+        f" most {MAX_ORDERED} replicas; got {groups.num_replicas}. Use"
+        " layers.Embedding."
+      )
+    most = _rounded_up(tf.reduce_max(counts))
+    starts = tf.cumsum(counts[place], exclusive=True)
+    # The padding repeats rows of other members, or one row of zeros at the end.
+    at = starts[:, tf.newaxis] + tf.range(most)
+    at = tf.minimum(at, tf.shape(rows)[0])
+    words = _pad_rows(as_words(rows), tf.shape(rows)[0] + 1)
+    [received] = self.run(
+      ALL_TO_ALL, [tf.gather(words, at)], groups, replica, device
+    )
+    is_real = tf.sequence_mask(counts[:, place], most)
+    return from_words(tf.boolean_mask(received, is_real), rows)
+
+  def _check(self, tensors: Sequence[tf.Tensor]) -> None:
+    """Raises an error where a collective would hang or fail."""
+    # MirroredStrategy marks the threads of its replicas.
+    in_eager = getattr(threading.current_thread(), "in_eager", False)
+    if self._is_serial and in_eager:
+      raise RuntimeError(
+        "Gradients cannot be reduced in a tf.function or tf.cond that is called"
+        " eagerly inside `strategy.run`: the replicas run one after the other."
+        " Call `strategy.run` itself inside a tf.function."
+      )
+    if _inside_while_loop():
+      raise RuntimeError(
+        "Gradients cannot be reduced in a tf.while_loop inside the function"
+        " given to `strategy.run`. Put the loop around `strategy.run`, in one"
+        " tf.function."
+      )
+    for tensor in tensors:
+      if tensor.dtype not in _DTYPES:
+        names = sorted(dtype.name for dtype in _DTYPES)
+        raise TypeError(
+          f"A gradient of dtype {tensor.dtype.name} cannot be summed by"
+          f" CollectiveReduceV2, which supports {names}. Cast the gradient, or,"
+          " under MirroredStrategy, call apply_gradients outside tf.cond."
+        )
+
+  def group_key(self, groups: groups_lib.Groups, replica: int) -> int:
+    """Returns a number that names one group of one grouping.
+
+    It is a hash of values that all processes know. A counter would differ
+    between processes that have created different numbers of groupings before.
+    """
+    if groups not in self._first_keys:
+      text = repr((self._identity, groups.to_lists()))
+      room = _LAST_GROUP_KEY - _FIRST_GROUP_KEY - groups.num_groups
+      hashed = zlib.crc32(text.encode()) % room
+      self._first_keys[groups] = _FIRST_GROUP_KEY + hashed
+    return self._first_keys[groups] + groups.index_of(replica)
+
+  def _place_in_program(self, replica: int) -> tuple[int, int]:
+    """Returns the number of the traced function, and this replica's ordinal.
+
+    The ordinal counts the collectives of this replica in that function. Both
+    numbers go into the instance key. In one process, two threads may run two
+    functions at the same time, so functions must not share keys. In several
+    processes, every function has the number 0: if only one worker retraces,
+    it would number its functions differently.
+    """
+    if tf.executing_eagerly():
+      # Eager collectives of a replica run one at a time, so one key is enough.
+      return 0, 0
+    graph = _outermost_graph()
+    if graph not in self._functions:
+      self._functions[graph] = next(self._numbers), {}
+    number, ordinals = self._functions[graph]
+    ordinal = ordinals[replica] = ordinals.get(replica, -1) + 1
+    return number if self._is_local else 0, ordinal
+
+  def token(self, replica: int, chain: int, device: str) -> tf.Tensor:
+    """Returns the handle that orders one chain of a replica's collectives.
+
+    TensorFlow runs stateful operations one after the other if they use the same
+    resource. Without a resource, every stateful operation would be serialized,
+    across replicas too, and the first collective would hang. The handle belongs
+    to a variable that is never created, because only the name of the variable
+    matters.
+    """
+    key = replica, chain
+    if key not in self._tokens:
+      # Create the handle outside the trace: all functions share it.
+      with tf.init_scope(), tf.device(device):
+        self._tokens[key] = tf.raw_ops.VarHandleOp(
+          dtype=tf.float32,
+          shape=[],
+          shared_name=f"tf_cross_shard_order_{id(self)}_{replica}_{chain}",
+        )
+    return self._tokens[key]
+
+
+def instance_key(
+  name: str, tensor: tf.Tensor, function: int, ordinal: int
+) -> tf.Tensor:
+  """Returns the instance key of a collective, equal on all members and steps.
+
+  It is a hash of values that are equal on all members. Two collectives of one
+  function differ in `ordinal`. See the top of this file for why it is neither a
+  fresh number nor a counter.
+  """
+  static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
+  text = repr((name, tensor.dtype.name, static, function, ordinal))
+  key = zlib.crc32(text.encode()) & 0x3FFFFFFF
+  if static is not None:
+    return tf.constant(key)
+  # The runtime remembers one shape for each key. Where the shape is not known
+  # before the step runs, the step hashes it into the key.
+  hashed = tf.constant(key)
+  for size in tf.unstack(tf.shape(tensor), tensor.shape.rank):
+    hashed = hashed * 1000003 + size  # int32 wraps around
+  return tf.bitwise.bitwise_and(hashed, 0x3FFFFFFF)
+
+
+_of_strategy: "weakref.WeakKeyDictionary[Any, CollectiveOps]" = (
+  weakref.WeakKeyDictionary()
+)
+
+
+def of_strategy(
+  strategy: tf.distribute.Strategy,
+  identity: str | None = None,
+  chains: int = 1,
+  is_serial: bool = True,
+  asked: str = AUTO,
+  watch: stall_watch.StallWatch | None = None,
+) -> CollectiveOps:
+  """Returns a strategy's `CollectiveOps`, which the first call creates.
+
+  Args:
+    strategy: The strategy.
+    identity: As in `CollectiveOps`.
+    chains: As in `CollectiveOps`.
+    is_serial: As in `CollectiveOps`.
+    asked: The implementation that the user chose for the strategy, or `AUTO`.
+    watch: As in `CollectiveOps`.
+  """
+  if strategy not in _of_strategy:
+    hint = hint_for(
+      strategy.extended.worker_devices,
+      len(tf.config.list_physical_devices("GPU")),
+      len(tf.config.list_logical_devices("GPU")),
+      asked,
+    )
+    _of_strategy[strategy] = CollectiveOps(
+      identity, chains, is_serial, hint, watch
+    )
+  return _of_strategy[strategy]
+
+
+def hint_for(
+  devices: Sequence[str], physical: int, logical: int, asked: str = AUTO
+) -> str:
+  """Returns the implementation to ask the runtime for.
+
+  MirroredStrategy makes the same choice for its own sums: NCCL if each replica
+  has a physical GPU; the ring on CPUs, or if a GPU is split into several
+  logical GPUs.
+
+  >>> hint_for(["/GPU:0", "/GPU:1"], physical=2, logical=2)
+  'nccl'
+  >>> hint_for(["/GPU:0", "/GPU:1"], physical=1, logical=2)
+  'ring'
+
+  Args:
+    devices: The devices of the replicas in this process.
+    physical: The number of physical GPUs.
+    logical: The number of logical GPUs into which TensorFlow splits them.
+    asked: The implementation that the user chose for the strategy, or `AUTO`.
+  """
+  if asked != AUTO:
+    return asked
+  on_gpus = all("GPU" in device.upper() for device in devices)
+  return NCCL if on_gpus and logical <= physical else RING
+
+
+def as_words(tensor: tf.Tensor) -> tf.Tensor:
+  """Bitcasts bfloat16, which cannot be gathered, to float16."""
+  if tensor.dtype == tf.bfloat16:
+    return tf.bitcast(tensor, tf.float16)
+  return tensor
+
+
+def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+  """Reverses `as_words`; `like` has the original dtype."""
+  return tf.bitcast(words, like.dtype) if words.dtype != like.dtype else words
+
+
+def keeps_order(groups: groups_lib.Groups) -> bool:
+  """Returns whether gathering and all-to-all see members in replica order.
+
+  The runtime sorts members by device name as text: "task:10" comes before
+  "task:2". With up to ten replicas both orders are the same.
+  """
+  return groups.num_replicas <= MAX_ORDERED
+
+
+def can_merge() -> bool:
+  """Returns whether a merge call works here.
+
+  It works only in the graph in which the replica function began, and not in the
+  graph of a `tf.cond` or of a nested function.
+  """
+  began_in = getattr(threading.current_thread(), "graph", None)
+  return began_in is tf.compat.v1.get_default_graph()
+
+
+def outermost_function() -> Any:
+  """Returns the graph of the outermost function that is being traced."""
+  graph: Any = tf.compat.v1.get_default_graph()
+  outer = getattr(graph, "outer_graph", None)
+  while isinstance(outer, tf.__internal__.FuncGraph):
+    graph, outer = outer, outer.outer_graph
+  return graph
+
+
+def _enclosing_graphs() -> list[Any]:
+  """Returns the graphs being built, up to that of the replica function."""
+  graphs = [tf.compat.v1.get_default_graph()]
+  began_in = getattr(threading.current_thread(), "graph", None)
+  while graphs[-1] is not began_in and hasattr(graphs[-1], "outer_graph"):
+    graphs.append(graphs[-1].outer_graph)
+  return graphs
+
+
+def _outermost_graph() -> Any:
+  """Returns the graph in which the replica function began."""
+  return _enclosing_graphs()[-1]
+
+
+def _inside_while_loop() -> bool:
+  """Returns whether this is in a `tf.while_loop` of the replica function."""
+  return any(
+    "While" in type(graph).__name__ for graph in _enclosing_graphs()[:-1]
+  )
+
+
+def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
+  """Rounds a number of rows up, by at most a quarter, to at least one.
+
+  The runtime keeps memory for each shape that was ever gathered, so only a few
+  numbers may occur. The runtime crashes on a tensor without rows.
+  """
+  rows = tf.maximum(rows, 1)
+  # With 2**bits <= rows, round up to a multiple of a quarter of 2**bits.
+  bits = tf.cast(
+    tf.math.floor(
+      tf.math.log(tf.cast(rows, tf.float64))
+      / tf.math.log(tf.constant(2.0, tf.float64))
+    ),
+    tf.int32,
+  )
+  step = tf.bitwise.left_shift(1, tf.maximum(bits - 2, 0))
+  return (rows + step - 1) // step * step
+
+
+def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+  """Appends rows of zeros until a tensor has `rows` rows."""
+  missing = rows - tf.shape(tensor)[0]
+  padding = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
+  return tf.pad(tensor, padding)
+
+
+def _without_padding(
+  joined: tf.Tensor, counts: tf.Tensor, members: int
+) -> tf.Tensor:
+  """Drops the rows that `_pad_rows` appended.
+
+  Args:
+    joined: `[members * rows, ...]`: the padded tensors of all members.
+    counts: `[members]`: how many rows each member had.
+    members: The number of members.
+  """
+  rows = tf.shape(joined)[0] // members
+  is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
+  return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))

@@ -1,0 +1,306 @@
+"""The interface for collectives under one strategy, and the one-replica case.
+
+An engine sums and gathers within groups, under one kind of strategy. It has to
+provide `all_reduce_sum` and `all_gather`. The other collectives of the base
+class are built from `all_reduce_sum`:
+
+    reduce_scatter     all-reduce of the whole buffer, then this member's part
+    all_gather_part    all-reduce of parts, each at its place among zeros
+
+Engines override a collective if their strategy has an operation that sends
+less.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.reduce import isolation
+from tf_cross_shard._src.core.reduce import layout as layouts
+
+
+class Engine(abc.ABC):
+  """Collectives within groups, under one kind of `tf.distribute.Strategy`.
+
+  Call all methods in the replica context. Every replica must make the same
+  calls in the same order, with tensors of the same shapes and dtypes.
+
+  Attributes:
+    strategy: The strategy.
+    groups: The groups within which all methods sum, gather and exchange.
+    is_spmd: Whether all replicas run the same program (SPMD), as on
+      TPUs.
+    supports_sparse: Whether row-sparse gradients can be summed without
+      becoming dense.
+    scatter_bytes: The best size of the buffer of a reduce-scatter, in bytes;
+      None for no limit.
+    method: How the engine sums, in words.
+  """
+
+  is_spmd = False
+  supports_sparse = True
+  scatter_bytes: int | None = None
+  method = "by the engine's own collectives"
+
+  def __init__(
+    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
+  ) -> None:
+    self.strategy = strategy
+    self.groups = groups
+
+  @property
+  def num_replicas(self) -> int:
+    """The number of synchronous replicas in the whole strategy."""
+    return int(self.strategy.num_replicas_in_sync)
+
+  @property
+  def replicas_here(self) -> range:
+    """The numbers of the replicas in this process, in device order."""
+    return range(self.num_replicas)
+
+  @abc.abstractmethod
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor, dense and of any shape, over this replica's group.
+
+        result[i] = sum over r in group of tensors_r[i]
+
+    All members of a group receive the same bits.
+    """
+
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums tensors; adds half-precision tensors in float32.
+
+    An engine that cannot add in float32 adds in the dtype of the tensors.
+    """
+    return self.all_reduce_sum(tensors)
+
+  @abc.abstractmethod
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Concatenates each tensor over this replica's group along axis 0."""
+
+  @property
+  def bucket_bytes(self) -> int | None:
+    """The best size of an all-reduce buffer, in bytes; None for no packing.
+
+    It may depend on where you read it, for example inside `tf.cond`.
+    """
+    return packing.BUCKET_BYTES
+
+  def reduce_part(
+    self, tensors: Sequence[tf.Tensor], layout: layouts.Layout
+  ) -> tf.Tensor:
+    """Sums tensors over the group, and returns this member's shard of the sums.
+
+    All members pass flat tensors of one dtype, with the same shapes, and get
+    shards of shape `[layout.part_size]`. `layout` says which elements are in
+    the shard of each member, in the order of `position`.
+    """
+    return self.reduce_scatter(self.concat_parts(tensors, layout))
+
+  def gather_parts(
+    self, part: tf.Tensor, layout: layouts.Layout, like: Sequence[Any]
+  ) -> list[tf.Tensor]:
+    """Gathers the parts of all members into whole tensors.
+
+    It is the reverse of `reduce_part`. The results have the shapes of `like`.
+    """
+    row = self.all_gather_part(part)
+    joined = layout.join(tf.split(row, self.groups.group_size))
+    return packing.reshape_like(joined, like)
+
+  def cut_part(
+    self, values: Sequence[Any], layout: layouts.Layout
+  ) -> tf.Tensor:
+    """Cuts this member's shard out of local values. Does not communicate."""
+    place = self.position()
+    if isinstance(place, int):
+      # This member's index is known while tracing: read only its elements.
+      return _pack(values, layout, place)
+    # If all replicas run one program, the index is a tensor. So concatenate the
+    # shards of all members, and take this member's slice at run time.
+    row = self.concat_parts(values, layout)
+    return tf.slice(row, [place * layout.part_size], [layout.part_size])
+
+  def concat_parts(
+    self, values: Sequence[Any], layout: layouts.Layout
+  ) -> tf.Tensor:
+    """Returns the shards of all members, concatenated in their order."""
+    members = range(self.groups.group_size)
+    return tf.concat([_pack(values, layout, member) for member in members], 0)
+
+  @property
+  def can_scatter(self) -> bool:
+    """Whether `reduce_scatter` sends half of what an all-reduce sends."""
+    return True
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    """Sums a vector over the group, and returns this member's part.
+
+    The vector has `group_size * n` elements, and the part n.
+    """
+    [total] = self.all_reduce_narrow([row])
+    part = total.shape[0] // self.groups.group_size
+    return tf.slice(total, [self.position() * part], [part])
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    """Concatenates the parts of all members: the reverse of `reduce_scatter`.
+
+    All parts have the shape `[n]` and one dtype. The result has the shape
+    `[group_size * n]`, in the order of `position`.
+    """
+    # Each member contributes zeros except for its own shard, so the sum
+    # concatenates the shards.
+    return self.all_reduce_sum([self.place_among_zeros(part)])[0]
+
+  def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
+    """Returns a vector of zeros that has `part` at this member's position."""
+    places = tf.range(self.groups.group_size)[:, tf.newaxis]
+    is_mine = places == self.position()
+    return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
+
+  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """Sends each row to one member.
+
+    `rows` starts with the rows for the member at position 0.
+
+    Args:
+      rows: `[sum of counts[position()], ...]`, in the order of their receivers.
+      counts: `[group_size, group_size]`, int32, the same on all members:
+        `counts[s, r]` is how many rows member s sends to member r.
+
+    Returns:
+      `[sum of counts[:, position()], ...]`, in the order of their senders.
+    """
+    del rows, counts
+    raise NotImplementedError(
+      "Tables cannot be divided among replicas under"
+      f" {type(self.strategy).__name__}: its programs have no shapes that"
+      " depend on data. Use layers.Embedding."
+    )
+
+  def position(self) -> Any:
+    """Returns this replica's place among the sorted members of its group.
+
+    Returns:
+      An int, or a scalar tensor where all replicas run one program.
+    """
+    groups = self.groups
+    replica = isolation.replica_id()
+    if replica is not None:
+      return groups.members_of(replica).index(replica)
+    # One program for all replicas: look the place up when the program runs.
+    places = [groups.members_of(r).index(r) for r in range(groups.num_replicas)]
+    context = tf.distribute.get_replica_context()
+    return tf.constant(places)[context.replica_id_in_sync_group]
+
+  @contextlib.contextmanager
+  def making_variables(self) -> Iterator[None]:
+    """Enters the strategy's scope, unless it is already entered.
+
+    New variables then get a copy on each replica. This context also works
+    during tracing and in replicas, because tf_keras builds an optimizer in its
+    first step.
+    """
+    with tf.init_scope():
+      if tf.distribute.in_cross_replica_context() or (
+        tf.distribute.get_strategy() is not self.strategy
+      ):
+        with self.strategy.scope():
+          yield
+      else:
+        yield
+
+  def updates_here(self, variable: Any) -> bool:
+    """Returns whether this replica must update `variable`.
+
+    A variable created outside the strategy's scope exists once, so one replica
+    alone updates it.
+    """
+    value = variables_lib.native(variable)
+    copied = is_copied(variable)
+    # TensorFlow adds up all copies of such a variable when it is read. If every
+    # replica counted a step, the sum would count it once for each replica.
+    is_summed = (
+      copied
+      and value.synchronization == tf.VariableSynchronization.ON_READ
+      and value.aggregation == tf.VariableAggregation.SUM
+    )
+    is_first = isolation.replica_id() in (0, None)
+    return is_first or (copied and not is_summed)
+
+  def compare_workers(
+    self,
+    topic: str,
+    lines: Callable[[], Sequence[str]],
+    state: Callable[[], Sequence[str]] = list,
+  ) -> None:
+    """Raises an error unless all processes have the same lines.
+
+    Does nothing in a single process.
+
+    Args:
+      topic: What is compared, for error messages.
+      lines: Returns what must be equal, as lines of the form `name: value`.
+        Lines that were already compared are not compared again.
+      state: Returns extra lines, which are compared only the first time that
+        `lines` are compared. The default returns no lines.
+    """
+    del topic, lines, state
+
+  def all_or_nothing(
+    self, sums: Sequence[Any]
+  ) -> contextlib.AbstractContextManager[Any]:
+    """Delays changes of variables in the context until sums are complete."""
+    del sums
+    return contextlib.nullcontext()
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """A context in which this replica acts as if it were the only one."""
+    return isolation.isolate(self.strategy)
+
+
+class OneDevice(Engine):
+  """The engine of a strategy with one replica: a sum is the value itself."""
+
+  method = "nothing to sum"
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors unchanged."""
+    return list(tensors)
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors unchanged."""
+    return list(tensors)
+
+  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+    """Returns the rows, which this replica sends to itself."""
+    del counts
+    return rows
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """Does nothing if the strategy's merge calls are plain calls anyway."""
+    if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+      return super().isolate()
+    return contextlib.nullcontext()
+
+
+def is_copied(variable: Any) -> bool:
+  """Returns whether each replica has its own copy of a variable."""
+  return isinstance(
+    variables_lib.native(variable), tf.distribute.DistributedValues
+  )
+
+
+def _pack(
+  values: Sequence[Any], layout: layouts.Layout, member: int
+) -> tf.Tensor:
+  """Returns one member's part of tensors or variables, as a flat tensor."""
+  return layout.pack(
+    member, lambda cut: cut.of(values[cut.index]), values[0].dtype
+  )

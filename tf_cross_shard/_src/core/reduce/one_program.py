@@ -1,0 +1,133 @@
+"""The engine of TPUs: all replicas run one XLA program.
+
+XLA's collectives receive the groups as an operand:
+
+    all-reduce       CrossReplicaSum(tensor, group_assignment)
+    reduce-scatter   XlaReduceScatter(row, group_assignment)
+    all-gather       AllToAll(group_size copies of the part, group_assignment)
+
+Gradients are not packed into buffers. The TPU compiler merges small sums by
+itself, and packing would only copy the gradients twice.
+
+A TPU program has no shapes that depend on data. Row-sparse gradients therefore
+become dense, as in the TPU's own optimizers.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.reduce import engine, isolation
+
+# The dtypes that CrossReplicaSum supports.
+DTYPES: Final = (
+  tf.bfloat16,
+  tf.float16,
+  tf.float32,
+  tf.float64,
+  tf.int32,
+  tf.uint32,
+)
+
+
+class TPU(engine.Engine):
+  """Collectives within groups of the replicas of one XLA program.
+
+  A different strategy whose replicas run one XLA program, such as the virtual
+  TPU, can also use this engine. It must provide the two methods
+  `extended.cross_replica_sum(tensor, group_assignment)` and
+  `extended.all_to_all(tensor, group_assignment)`.
+  """
+
+  is_spmd = True
+  # The number of distinct rows, and so a shape, would depend on data.
+  supports_sparse = False
+  method = "CrossReplicaSum, in one XLA program"
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums each tensor over the group, one operation for each."""
+    for tensor in tensors:
+      if tensor.dtype not in DTYPES:
+        names = ", ".join(dtype.name for dtype in DTYPES)
+        raise TypeError(
+          f"TPUs sum only {names}; got a gradient of dtype"
+          f" {tensor.dtype.name}. Cast it before apply_gradients."
+        )
+    assignment = self.groups.to_lists()
+    return [self._sum(tensor, assignment) for tensor in tensors]
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Raises `NotImplementedError`; see `supports_sparse`."""
+    raise NotImplementedError(
+      "Replicas of a TPU program cannot gather rows, because shapes in the"
+      " program cannot depend on data. Make the tensors dense."
+    )
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    """Returns this member's part of the sum; receives only that part."""
+    if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
+      return super().reduce_scatter(row)  # XlaReduceScatter has no float64.
+    return gen_xla_ops.xla_reduce_scatter(
+      input=row,
+      group_assignment=_in_order(self.groups),
+      scatter_dimension=0,
+      reduce_op="Add",
+    )
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    """Concatenates parts: each member sends its part to all members.
+
+    TensorFlow has no all-gather operation for TPUs.
+    """
+    if part.dtype == tf.float64:
+      return super().all_gather_part(part)
+    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
+    repeated = tf.tile(part, [self.groups.group_size])
+    return exchange(repeated, _in_order(self.groups))
+
+  @property
+  def bucket_bytes(self) -> None:
+    """None: gradients are not packed."""
+    return None
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    """A context in which this replica acts as if it were the only one.
+
+    Merge calls of a TPU strategy run immediately, also in `tf.cond`.
+    """
+    return isolation.isolate_in_one_program(self.strategy)
+
+  def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
+    """Sums one tensor over the group."""
+    of_strategy = getattr(self.strategy.extended, "cross_replica_sum", None)
+    if of_strategy is not None:
+      return of_strategy(tensor, assignment)
+    return tf.raw_ops.CrossReplicaSum(input=tensor, group_assignment=assignment)
+
+
+def _in_order(groups: groups_lib.Groups) -> list[list[int]]:
+  """Returns the groups with their members in the order of `position`."""
+  return [sorted(members) for members in groups]
+
+
+def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
+  """Sends the i-th of equal slices to the i-th member."""
+  return tf.raw_ops.AllToAll(
+    input=tensor,
+    group_assignment=assignment,
+    concat_dimension=0,
+    split_dimension=0,
+    split_count=len(assignment[0]),
+  )
+
+
+def is_tpu(strategy: tf.distribute.Strategy) -> bool:
+  """Returns whether the replicas run one XLA program (TPU or virtual TPU)."""
+  return isinstance(
+    strategy,
+    (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
+  ) or hasattr(strategy.extended, "cross_replica_sum")

@@ -1,0 +1,158 @@
+"""Sums gradients over the group, exactly or in half precision.
+
+    dense gradients     narrow ▶ pack ▶ all-reduce ▶ unpack ▶ widen
+    sparse gradients    narrow ▶ all-gather rows ▶ widen ▶ sum duplicate rows
+
+"Narrow" rounds a gradient to the half-precision dtype of the wire, if you chose
+one, and "widen" converts the sum back.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.gradients import packing, row_sparse
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.reduce import engine as engines
+from tf_cross_shard._src.core.reduce import layout as layouts
+
+
+def make_reducible(
+  grads: Sequence[Gradient],
+  variables: Sequence[Any],
+  engine: engines.Engine,
+) -> list[Gradient]:
+  """Makes sparse gradients dense if the engine cannot gather rows."""
+  if engine.supports_sparse:
+    return list(grads)
+  return [
+    row_sparse.to_dense(grad, variable)
+    for grad, variable in zip(grads, variables, strict=True)
+  ]
+
+
+class Wire:
+  """Sums gradients over a group; rounds them to `wire_dtype` to send them."""
+
+  def __init__(
+    self,
+    engine: engines.Engine,
+    dtype: tf.DType | None = None,
+    scale: Callable[[], Any] | None = None,
+  ) -> None:
+    """Sets how gradients are sent.
+
+    Args:
+      engine: The engine that sums.
+      dtype: The dtype to which wider gradients are rounded before they are
+        sent. None for exact sums.
+      scale: A function that returns the number by which gradients are
+        multiplied while they are sent, so that small gradients are not rounded
+        to 0 in float16. A power of two causes no rounding. None sends gradients
+        as they are, and so does a function that returns None.
+    """
+    self._engine = engine
+    self._dtype = dtype
+    self._scale = scale or (lambda: None)
+
+  def bytes_of(self, dtype: tf.DType) -> int:
+    """Returns the bytes in which an element of a gradient is sent."""
+    is_rounded = packing.is_wider(dtype, self._dtype)
+    return int(self._dtype.size if self._dtype and is_rounded else dtype.size)
+
+  def sum(
+    self, grads: Sequence[Gradient], exact: Sequence[tf.Tensor] = ()
+  ) -> tuple[list[Gradient], list[tf.Tensor]]:
+    """Sums every gradient over this replica's group.
+
+        result[i] = sum over r in group of grads_r[i]
+
+    The sum of None is None. The sum of sparse gradients is sparse, and holds
+    each row once.
+
+    Args:
+      grads: Gradients from `make_reducible`. At one position, all members have
+        the same kind of gradient: dense, sparse or None.
+      exact: Other dense tensors, which are sent without rounding. They share
+        buffers with the gradients.
+
+    Returns:
+      The sums of the gradients, and the sums of `exact`.
+    """
+    scale = self._scale()
+    if scale is not None:
+      grads = [row_sparse.times(grad, scale) for grad in grads]
+    # Dense and sparse gradients are sent differently. Note the positions of
+    # both.
+    is_sparse = [isinstance(grad, tf.IndexedSlices) for grad in grads]
+    dense = [
+      i for i, grad in enumerate(grads) if grad is not None and not is_sparse[i]
+    ]
+    rows = [i for i in range(len(grads)) if is_sparse[i]]
+    sums: list[Gradient] = [None] * len(grads)
+    of_dense = self._sum_dense([grads[i] for i in dense], exact)
+    of_rows = self._sum_sparse([grads[i] for i in rows])
+    for at, totals in ((dense, of_dense[: len(dense)]), (rows, of_rows)):
+      for i, total in zip(at, totals, strict=True):
+        sums[i] = total
+    if scale is not None:
+      sums = [row_sparse.times(grad, 1.0 / scale) for grad in sums]
+    return sums, of_dense[len(dense) :]
+
+  def sum_part(
+    self, grads: Sequence[tf.Tensor], layout: layouts.Layout
+  ) -> tf.Tensor:
+    """Returns this member's part, `[part_size]`, of the sums of flat gradients.
+
+    All gradients have one dtype, which is also the dtype of the part.
+    """
+    scale = self._scale()
+    factor = 1.0 if scale is None else scale
+    scaled = [row_sparse.times(grad, factor) for grad in grads]
+    narrow = packing.narrow(scaled, self._dtype)
+    part = tf.cast(self._engine.reduce_part(narrow, layout), grads[0].dtype)
+    return part if scale is None else part / tf.cast(scale, part.dtype)
+
+  def _sum_dense(
+    self, grads: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
+    """Sums gradients, and the tensors of `exact`.
+
+    Gradients are sent in the dtype of the wire, and `exact` in its own dtypes.
+
+    Returns the sums of the gradients, followed by the sums of `exact`.
+    """
+    wide = [*grads, *exact]
+    engine = self._engine
+    if not wide or engine.groups.group_size == 1:
+      return wide
+    # Narrow before packing: narrowing a packed buffer would copy it once more.
+    narrow = [*packing.narrow(grads, self._dtype), *exact]
+    add_up = engine.all_reduce_narrow if self._dtype else engine.all_reduce_sum
+    if engine.bucket_bytes is None:  # The engine packs, or needs no packing.
+      sums = add_up(narrow)
+    else:
+      buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
+      # The backward pass computes the gradients of the last layers first. Sum
+      # these gradients first, while it still computes the others.
+      sums = unpack(add_up(buffers[::-1])[::-1])
+    return packing.widen(sums, wide)
+
+  def _sum_sparse(
+    self, grads: Sequence[tf.IndexedSlices]
+  ) -> list[tf.IndexedSlices]:
+    """Gathers the rows of all members, then adds up rows of the same index."""
+    if grads and self._engine.groups.group_size > 1:
+      # One all-gather for the values and indices of all gradients.
+      parts = [part for grad in grads for part in (grad.values, grad.indices)]
+      gathered = packing.widen(
+        self._engine.all_gather(packing.narrow(parts, self._dtype)), parts
+      )
+      grads = [
+        tf.IndexedSlices(values, indices, grad.dense_shape)
+        for grad, values, indices in zip(
+          grads, gathered[::2], gathered[1::2], strict=True
+        )
+      ]
+    return [row_sparse.merge_duplicates(grad) for grad in grads]

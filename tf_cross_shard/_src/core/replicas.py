@@ -1,0 +1,277 @@
+"""Reads and writes each replica's copy of a variable, on the host.
+
+A process reads the copies of its own replicas directly. It gathers the copies
+in other processes as int32 words, so that values of any dtype arrive with the
+same bits:
+
+    worker 0   [ words of its replicas ] ─┐
+                                          ├─ all-gather ─▶ all words, on every
+    worker 1   [ words of its replicas ] ─┘                worker
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import divided_rows, reduce
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.workers import agreement, errors
+
+Array = np.ndarray[Any, Any]
+
+# The maximum number of int32 words in one message, and in a block: 16 MiB.
+_MOST_WORDS: Final = 1 << 22
+_DIGEST: Final = 16  # The size of a digest, in bytes.
+
+
+def native(variable: Any) -> Any:
+  """Returns the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
+  value = variables_lib.native(variable)
+  if not hasattr(value, "assign") or not hasattr(value, "read_value"):
+    raise TypeError(
+      "`variable` must be a tf.Variable, a keras.Variable or a slot; got"
+      f" {type(variable).__name__}. Pass the variable, not its value."
+    )
+  if value.dtype == tf.string:
+    raise TypeError(
+      f"`variable` must contain numbers; {value.name} is of dtype string."
+    )
+  return value
+
+
+def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
+  """Returns the strategy whose replicas have copies of a variable."""
+  return getattr(native(variable), "distribute_strategy", None)
+
+
+def is_between_steps() -> bool:
+  """Returns whether this code can read the values of all replicas.
+
+  It can when executing eagerly in the cross-replica context.
+  """
+  return tf.executing_eagerly() and (
+    not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
+  )
+
+
+def check_between_steps() -> None:
+  """Raises `RuntimeError` where replicas' values cannot be read."""
+  if not is_between_steps():
+    raise RuntimeError(
+      "Values of replicas can be read and set only eagerly, between two steps;"
+      " this call is inside a tf.function or a replica. Make the call outside"
+      " `strategy.run`."
+    )
+
+
+def row_blocks(shape: Sequence[int], itemsize: int) -> Iterator[range]:
+  """Yields the numbers of the rows of each block of an array.
+
+  >>> [list(rows) for rows in row_blocks([3, 1 << 20], 8)]
+  [[0, 1], [2]]
+  """
+  row_bytes = math.prod(shape[1:]) * itemsize
+  most = max(1, 4 * _MOST_WORDS // max(1, row_bytes))
+  for start in range(0, shape[0], most):
+    yield range(start, min(start + most, shape[0]))
+
+
+def are_alike(arrays: Iterable[Array]) -> bool:
+  """Returns whether arrays have the same bits."""
+  return len({array.tobytes() for array in arrays}) == 1
+
+
+class Copies:
+  """Gives access to the copies that a strategy's replicas have of variables.
+
+  On several machines, all workers must call each method with the same
+  arguments. The exceptions are `here` and `write`, which do not communicate.
+
+  Attributes:
+    engine: The engine of the strategy.
+    workers: The workers that train together; None if there is only one.
+  """
+
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    """Finds the engine and the workers of a strategy."""
+    check_between_steps()
+    self.engine = reduce.for_strategy(strategy)
+    self.workers = agreement.of_strategy(strategy)
+
+  @property
+  def is_first(self) -> bool:
+    """Whether this process is the first worker, or the only one."""
+    return self.workers is None or self.workers.index == 0
+
+  def compare_workers(self, topic: str, lines: Sequence[str] = ()) -> None:
+    """Raises an error on all workers unless all call this with equal `lines`.
+
+    Errors name the `topic`.
+    """
+    agreement.compare_workers(self.workers, topic, lines)
+
+  def here(self, variable: Any) -> list[Array]:
+    """Returns the copies that the replicas of this process have."""
+    whole_copies = getattr(native(variable), "whole_copies", None)
+    if whole_copies is not None:  # It is a sharded slot.
+      return whole_copies()
+    copies = list(self._copies(variable))
+    if len(copies) == 1:  # All replicas share one variable.
+      copies *= len(self.engine.replicas_here)
+    return [np.array(copy.numpy()) for copy in copies]
+
+  def write(self, variable: Any, arrays: Sequence[Array]) -> None:
+    """Sets the copy of each replica of this process to the replica's array."""
+    set_copies = getattr(native(variable), "set_copies", None)
+    if set_copies is not None:
+      # A sharded slot receives all values in one call. Assigning one replica's
+      # value at a time would copy the whole slot for each replica.
+      set_copies(arrays)
+      return
+    is_divided = divided_rows.of(variable) is not None
+    for copy, array in zip(self._copies(variable), arrays, strict=False):
+      if not is_divided:
+        copy.assign(array)
+        continue
+      # Its copies refuse `assign`, which optimizers call.
+      for rows in row_blocks(array.shape, array.itemsize):
+        tf.raw_ops.ResourceScatterUpdate(
+          resource=copy.handle,
+          indices=tf.range(rows.start, rows.stop),
+          updates=tf.constant(array[rows.start : rows.stop], copy.dtype),
+        )
+
+  def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
+    """Returns the copies that the given replicas have."""
+    own = self.here(variable)
+    if tf.TensorShape(native(variable).shape).is_fully_defined():
+      copies = self.gather(own)
+    else:
+      # Copies may have different numbers of rows: pad them with rows of zeros,
+      # gather, and remove the padding.
+      counts = [int(n) for n in self.gather([np.array(len(a)) for a in own])]
+      copies = self.gather([_pad_rows(array, max(counts)) for array in own])
+      copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
+    return [copies[replica] for replica in replicas]
+
+  def blocks(
+    self, variable: Any, replica: int, is_here: bool = False
+  ) -> Iterator[Array]:
+    """Yields the rows of a replica's copy in blocks, which all workers receive.
+
+    All workers draw all blocks. If `is_here`, the replica is one of this
+    process, and only this process receives the blocks.
+    """
+    here, copies = self.engine.replicas_here, self._copies(variable)
+    is_here = is_here or len(here) == self.engine.num_replicas
+    dtype = tf.as_dtype(native(variable).dtype).as_numpy_dtype
+    for rows in row_blocks(copies[0].shape, np.dtype(dtype).itemsize):
+      if replica in here:
+        # Not a slice: after a sparse update, TensorFlow copies the whole
+        # variable to read it.
+        copy = copies[replica - here.start]
+        own = copy.sparse_read(tf.range(rows.start, rows.stop)).numpy()
+      else:
+        own = np.zeros([len(rows), *copies[0].shape[1:]], dtype)
+      if is_here:
+        yield own
+        continue
+      # The other replicas add zeros to the words of the block.
+      zeros = [np.zeros_like(own)] * len(here)
+      words = _to_words([own, *zeros[1:]])
+      yield _from_words(self._exchange(words, adds=True), own)
+
+  def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
+    """Returns a hash of each copy: for each variable, one for each replica.
+
+    Two copies with the same digest have the same bits.
+    """
+    own = [
+      [
+        hashlib.blake2b(array.tobytes(), digest_size=_DIGEST).digest()
+        for array in self.here(variable)
+      ]
+      for variable in variables
+    ]
+    # One gather for all variables: each replica sends its digests in a row.
+    rows = [
+      np.frombuffer(b"".join(of_replica), np.uint8)
+      for of_replica in zip(*own, strict=True)
+    ]
+    digests = [row.tobytes() for row in self.gather(rows)]
+    return [
+      [row[start : start + _DIGEST] for row in digests]
+      for start in range(0, _DIGEST * len(own), _DIGEST)
+    ]
+
+  def gather(self, own: Sequence[Array]) -> list[Array]:
+    """Returns the arrays of all replicas, given those of this process.
+
+    The arrays of all replicas have the same dtype and shape.
+    """
+    engine = self.engine
+    if len(engine.replicas_here) == engine.num_replicas:
+      return list(own)
+    words = _to_words(own)
+    parts = [np.zeros([engine.num_replicas, 0], np.int32)]
+    for start in range(0, words.shape[1], _MOST_WORDS):
+      joined = self._exchange(words[:, start : start + _MOST_WORDS], adds=False)
+      parts.append(joined.reshape([engine.num_replicas, -1]))
+    return [_from_words(row, own[0]) for row in np.concatenate(parts, axis=1)]
+
+  def _exchange(self, words: Array, adds: bool) -> Array:
+    """Returns the words of all replicas: their sum, or all concatenated.
+
+    `words` is `[replicas here, n]`: one row for each replica of this process.
+    """
+    strategy = self.engine.strategy
+    try:
+      result = _exchange_words(strategy, tf.constant(words), adds)
+      [first, *_] = strategy.experimental_local_results(result)
+      return first.numpy()
+    except tf.errors.OpError as error:
+      raise errors.from_message(str(error.message)) or error from error
+
+  def _copies(self, variable: Any) -> Sequence[Any]:
+    """Returns the copies of this process, or the only one if all share it."""
+    return self.engine.strategy.experimental_local_results(native(variable))
+
+
+def _to_words(arrays: Sequence[Array]) -> Array:
+  """Returns a row of int32 words for each array, padded to whole words."""
+  padding = bytes(-arrays[0].nbytes % 4)
+  return np.stack(
+    [np.frombuffer(array.tobytes() + padding, np.int32) for array in arrays]
+  )
+
+
+def _from_words(words: Array, like: Array) -> Array:
+  """Reverses `_to_words` for one row; `like` has the dtype and the shape."""
+  data = bytearray(words.tobytes()[: like.nbytes])
+  return np.frombuffer(data, like.dtype).reshape(like.shape)
+
+
+def _pad_rows(array: Array, rows: int) -> Array:
+  """Appends rows of zeros to an array until it has `rows` rows."""
+  missing = [rows - len(array), *array.shape[1:]]
+  return np.concatenate([array, np.zeros(missing, array.dtype)])
+
+
+# At module level, so that it is traced once and not in every call.
+@tf.function(autograph=False, reduce_retracing=True)
+def _exchange_words(
+  strategy: tf.distribute.Strategy, words: tf.Tensor, adds: bool
+) -> Any:
+  """Sums or gathers rows; each replica returns what `_exchange` returns."""
+  engine = reduce.for_strategy(strategy)
+
+  def exchange_own() -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
+    return (engine.all_reduce_sum if adds else engine.all_gather)([row])[0]
+
+  return strategy.run(exchange_own)

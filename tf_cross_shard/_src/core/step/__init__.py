@@ -1,1 +1,0 @@
-"""The stages of a step, in the order of `flow.StepPipeline.perform`."""

@@ -1,0 +1,147 @@
+"""The update by owners: each weight is updated as a whole, by one member.
+
+Every weight v of a group has an owner among the group's members:
+
+    g[v] = reduce(grads[v])          the group's sum, sent to the owner of v
+    v    = opt.update(v, g[v])       on the owner, with v's own norms and shape
+    v    = broadcast(v)              all members have all weights again
+
+    weights of a bucket   a a a a a a b b c c c c c c c d
+    updated by member     1 1 1 1 1 1 2 2 0 0 0 0 0 0 0 3
+
+So an optimizer that treats each variable separately computes the same numbers
+as without sharding, up to the order in which gradients are summed. The members
+share the work of optimizers that look at whole matrices. Weights are assigned
+in order of falling cost, each to the member with the least work so far. Every
+member has slots for all weights, because a variable has the same shape on all
+replicas. So the update by owners saves time, but no memory, and only the
+owner's slots are valid.
+
+References:
+  Anil et al., Scalable Second Order Optimization for Deep Learning, 2020 (arXiv
+  2002.09018): preconditioners distributed over workers. Rajbhandari et al.,
+  ZeRO, 2020, which divides elements instead of whole weights.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import fused
+from tf_cross_shard._src.core.reduce import layout as layouts
+from tf_cross_shard._src.core.reduce import wire as wire_lib
+from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.update import saved_state, sharded
+
+# Keras' classes whose update costs the same for each element. Muon multiplies
+# matrices, so a wide matrix costs more for each element.
+_LINEAR_COST = {*fused.ELEMENTWISE, *fused.BY_VARIABLE} - {"Muon"}
+
+
+class ByVariableUpdate(sharded.ShardedUpdate):
+  """Each member updates the weights that it owns."""
+
+  sharding = "by_variable"
+
+  def __init__(
+    self,
+    context: context_lib.Context,
+    wire: wire_lib.Wire,
+    tables: rows_lib.Tables,
+  ) -> None:
+    """Raises `NotImplementedError` if members cannot do different things."""
+    if context.engine.is_spmd:
+      raise NotImplementedError(
+        f"`shard_update` is {context.settings.shard_update!r}, but all TPU"
+        " replicas run one program, so a replica cannot do work that the others"
+        " do not. Remove `shard_update`, or use an optimizer whose update of"
+        " each element depends only on that element."
+      )
+    super().__init__(context, wire, tables)
+
+  def _bucket_key(self, variable: Any) -> Hashable:
+    """Puts all weights of one dtype into one bucket."""
+    return variables_lib.native(variable).dtype
+
+  def _make_bucket(
+    self, variables: list[Any], number: int
+  ) -> sharded.WeightBucket:
+    """Gives each weight an owner, so that members have equal work."""
+    del number
+    natives = list(map(variables_lib.native, variables))
+    shapes = [list(map(int, native.shape)) for native in natives]
+    opt_class = fused.keras_class(self.inner.innermost)
+    is_linear = opt_class in _LINEAR_COST
+    # The cost of an update: the number of elements or, where the optimizer
+    # multiplies [m, n] matrices, the elements times min(m, n).
+    costs = [
+      float(np.prod(shape)) * (1 if is_linear else min(shape[-2:] or [1]))
+      for shape in shapes
+    ]
+    layout = layouts.Layout.by_tensor(
+      [int(np.prod(shape)) for shape in shapes],
+      costs,
+      self.engine.groups.group_size,
+    )
+    return sharded.WeightBucket(variables, natives, layout)
+
+  def _build_encapsulated(self) -> saved_state.PlainState:
+    """Builds the wrapped optimizer on the weights themselves."""
+    self.inner.build(self._all_variables)
+    owners = {
+      id(variable): bucket.layout.owners[index]
+      for bucket in self.buckets
+      for index, variable in enumerate(bucket.variables)
+    }
+    return saved_state.of_owners(
+      self.inner,
+      self._all_variables,
+      [owners.get(id(variable)) for variable in self._all_variables],
+      self.engine,
+    )
+
+  def variables_of(self, member: Any) -> list[Any]:
+    """Returns the weights that a member owns."""
+    return [
+      bucket.variables[cut.index]
+      for bucket in self.buckets
+      for cut in bucket.layout.cuts[member]
+    ]
+
+  def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns g[v] for each weight v that this member owns, in v's shape."""
+    member = self.engine.position()
+    return [
+      tf.reshape(flat_grad, bucket.natives[cut.index].shape)
+      for part, bucket in zip(parts, self.buckets, strict=True)
+      for cut, flat_grad in zip(
+        bucket.layout.cuts[member],
+        bucket.layout.unpack(member, part),
+        strict=True,
+      )
+    ]
+
+  def _parts_counted_once(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the parts that this member counts in a norm.
+
+    If a bucket holds fewer weights than a group has members, a member without
+    its own weight repeats the update of another member's weight. A norm must
+    count that weight once.
+    """
+    member = self.engine.position()
+    return [
+      part
+      for part, bucket in zip(parts, self.buckets, strict=True)
+      if all(
+        bucket.layout.owners[cut.index] == member
+        for cut in bucket.layout.cuts[member]
+      )
+    ]
+
+  def _own_values(self, bucket: sharded.WeightBucket) -> tf.Tensor:
+    """Returns the values of the weights that this member owns, flat."""
+    return self.engine.cut_part(bucket.natives, bucket.layout)

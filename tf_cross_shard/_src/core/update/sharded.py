@@ -1,0 +1,405 @@
+"""Sharded updates: each member of a group updates one part of the weights.
+
+With g the gradients of all weights W, and i a member of the group:
+
+    g[i] = reduce(grads)[i]         the group's sum, member i's part of it
+    W[i] = opt.update(W[i], g[i])   each member updates its own part
+    W    = gather(W[i])             all members receive all of the weights
+
+This module contains the common code of two kinds of sharded updates.
+`elementwise_update` cuts the elements of all weights into equal parts
+(`shard_update="elementwise"`). `by_variable_update` assigns each weight to one
+member, its owner (`shard_update="by_variable"`). Embedding tables that are
+updated by rows are not sharded: all members update the rows in the batch.
+
+Weights are reduced and gathered in *buckets*: one collective operation sends
+several weights of one dtype, flattened and concatenated.
+"""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import (
+  clipping,
+  finite,
+  packing,
+  row_sparse,
+)
+from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.inner import fused, overriding
+from tf_cross_shard._src.core.reduce import layout as layouts
+from tf_cross_shard._src.core.reduce import wire as wire_lib
+from tf_cross_shard._src.core.update import replicated, saved_state
+from tf_cross_shard._src.core.update import rows as rows_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightBucket:
+  """Weights of one dtype that are reduced and gathered together.
+
+  Attributes:
+    variables: The user's weights, in their order.
+    natives: The same weights as `tf.Variable`s.
+    layout: Which elements of the weights each member updates.
+    shard: The variable, of shape `[layout.part_size]`, that the wrapped
+      optimizer updates on this member; None if the optimizer updates the
+      weights themselves.
+  """
+
+  variables: list[Any]
+  natives: list[Any]
+  layout: layouts.Layout
+  shard: Any = None
+
+
+class ShardedUpdate(replicated.Update):
+  """Each member updates one part of the weights.
+
+  Attributes:
+    buckets: The weights, in the buckets in which they are reduced and gathered;
+      empty before `build`.
+    unsharded_tables: Embedding tables, whose rows all members update.
+  """
+
+  # The clipping limits of the wrapped optimizer that this class applies,
+  # because they need norms of whole gradients. The optimizer applies all
+  # others.
+  _limits_applied_here: tuple[str, ...] = ("global_clipnorm",)
+
+  def __init__(
+    self,
+    context: context_lib.Context,
+    wire: wire_lib.Wire,
+    tables: rows_lib.Tables,
+  ) -> None:
+    """Creates an update that has no buckets before `build`."""
+    super().__init__(context, wire, tables)
+    self._all_variables: list[Any] = []  # In the user's order.
+    self.buckets: list[WeightBucket] = []
+    self.unsharded_tables: list[Any] = []
+    # The plain optimizer's children, with whole slots.
+    self.checkpointed = saved_state.CheckpointView({}, self.inner.optimizer)
+
+  def build(self, variables: Sequence[Any]) -> saved_state.PlainState | None:
+    """Puts weights into buckets, and builds the wrapped optimizer.
+
+    Returns:
+      The state with whole slots; None if the optimizer was built before.
+
+    Raises:
+      NotImplementedError: If a variable is overwritten by its gradient.
+    """
+    if self._all_variables:
+      return None
+    if any(map(self.inner.is_overwritten, variables)):
+      raise NotImplementedError(
+        "Variables with `overwrite_with_gradient` (Keras' float8 scales) cannot"
+        " be sharded. Remove `shard_update`."
+      )
+    # Tables are not sharded. All other weights are put into buckets by their
+    # key.
+    by_key: dict[Hashable, list[Any]] = {}
+    for variable in variables:
+      if self.tables.is_table(variable):
+        self.unsharded_tables.append(variable)
+      else:
+        by_key.setdefault(self._bucket_key(variable), []).append(variable)
+    self._all_variables = list(variables)
+    self.buckets = [
+      self._make_bucket(of_bucket, number)
+      for of_key in by_key.values()
+      for number, of_bucket in enumerate(self._split_by_size(of_key))
+    ]
+    with self.engine.making_variables():
+      return self._build_encapsulated()
+
+  @abc.abstractmethod
+  def _bucket_key(self, variable: Any) -> Hashable:
+    """Returns a key that all weights of one bucket have in common."""
+
+  def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
+    """Splits weights with one key into buckets.
+
+    This class makes a single bucket.
+    """
+    return [variables]
+
+  @abc.abstractmethod
+  def _make_bucket(self, variables: list[Any], number: int) -> WeightBucket:
+    """Decides which elements of the weights each member updates.
+
+    `number` is the number of the bucket among the buckets with the same key.
+    """
+
+  @abc.abstractmethod
+  def _build_encapsulated(self) -> saved_state.PlainState:
+    """Builds the wrapped optimizer; returns its state for savers."""
+
+  def _refresh_shards(self) -> None:
+    """Copies the weights into this member's shards, if there are shards."""
+
+  @abc.abstractmethod
+  def variables_of(self, member: Any) -> list[Any]:
+    """Returns the variables that a member updates, without tables."""
+
+  def _own_variables(self) -> list[Any]:
+    """Returns the variables that this member updates, without tables."""
+    return self.variables_of(self.engine.position())
+
+  @abc.abstractmethod
+  def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the gradients of `_own_variables`, given one part per bucket."""
+
+  @abc.abstractmethod
+  def _own_values(self, bucket: WeightBucket) -> tf.Tensor:
+    """Returns the part of a bucket's weights that this member has updated."""
+
+  def reduce(
+    self,
+    grads: Sequence[Gradient],
+    variables: Sequence[Any],
+    overwrites: Sequence[bool],
+  ) -> list[Gradient]:
+    """Returns this member's parts of the group's sums, clipped for `opt`."""
+    del overwrites  # `build` rejects variables that gradients overwrite.
+    table_grads, by_bucket = self._sort_gradients(grads, variables)
+    table_sums, _ = self.wire.sum(table_grads)
+    # Backpropagation computes the gradients of the last layers first. So start
+    # with the last bucket, and return the parts in the order of the buckets.
+    parts = [
+      self.wire.sum_part(flat_grads, bucket.layout)
+      for bucket, flat_grads in zip(
+        self.buckets[::-1], by_bucket[::-1], strict=True
+      )
+    ][::-1]
+    parts = self._mark_nonfinite_on_all(parts, table_sums)
+    return self._clip_sums(parts, table_sums)
+
+  def cut_sums(
+    self, sums: Sequence[Gradient], variables: Sequence[Any]
+  ) -> list[Gradient]:
+    """Cuts this member's parts out of sums that all members have, and clips."""
+    table_sums, by_bucket = self._sort_gradients(sums, variables)
+    parts = [
+      self.engine.cut_part(flat_sums, bucket.layout)
+      for bucket, flat_sums in zip(self.buckets, by_bucket, strict=True)
+    ]
+    parts = self._mark_nonfinite_on_all(parts, table_sums)
+    return self._clip_sums(parts, table_sums)
+
+  def apply(
+    self,
+    sums: Sequence[Gradient],
+    variables: Sequence[Any],
+    apply_once: rows_lib.ApplyOnce,
+  ) -> None:
+    """Updates this member's parts of the weights, and gathers all parts."""
+    self._refresh_shards()
+    updated = [*self._own_variables(), *self.unsharded_tables]
+    # The sums are already clipped by these limits. Switch the limits off.
+    with overriding.overriding(
+      self.inner.innermost, **dict.fromkeys(self._limits_applied_here)
+    ):
+      self.tables.apply(sums, updated, apply_once)
+    self._gather_weights(
+      finite.all_finite(sums) if self.context.may_skip else True
+    )
+
+  def write_averages(self, variables: Sequence[Any]) -> None:
+    """Overwrites the weights of all replicas with their moving averages."""
+    del variables
+    if not (self._all_variables and self.inner.finalizes):
+      return
+
+    def finalize() -> None:
+      self._refresh_shards()
+      with self.engine.isolate():
+        self.inner.write_averages(self.inner.trainable_variables)
+      self._gather_weights(False)
+
+    self._run_on_all_replicas(finalize)
+
+  def _gather_weights(self, constrains: Any) -> None:
+    """Gives each replica the whole weights, from the parts of all members.
+
+    `constrains` says whether a kind of update that hides the constraints of the
+    weights from Keras applies them: not after a step that was skipped.
+    """
+    del constrains
+    for bucket in self.buckets:
+      with self.engine.isolate():
+        part = tf.identity(self._own_values(bucket))
+      # W = gather(W[i])
+      values = self.engine.gather_parts(part, bucket.layout, bucket.natives)
+      with self.engine.isolate():
+        for weight, value in zip(bucket.natives, values, strict=True):
+          weight.assign(value)
+
+  def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
+    """Runs a function once on all replicas.
+
+    It uses a `tf.function`, because TensorFlow warns about an eager
+    `strategy.run`.
+    """
+    # Do not use a lambda: TensorFlow would warn about retracing.
+    run = functools.partial(self.engine.strategy.run, step)
+    tf.function(run, autograph=False)()
+
+  def _sort_gradients(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> tuple[list[Gradient], list[list[tf.Tensor]]]:
+    """Sorts gradients by table and by bucket.
+
+    Returns:
+      The gradients of the unsharded tables, and for each bucket the flat, dense
+      gradients of its weights.
+
+    Raises:
+      ValueError: If a variable has no gradient, or two gradients.
+    """
+    by_variable = {
+      id(variables_lib.native(variable)): grad
+      for grad, variable in zip(grads, variables, strict=True)
+    }
+    if len(by_variable) < len(grads):
+      raise ValueError(
+        "With `shard_update`, `grads_and_vars` must contain each variable once;"
+        f" got {len(grads)} gradients of {len(by_variable)} variables. Add up"
+        " the gradients of each variable."
+      )
+
+    def find(variable: Any) -> Gradient:
+      native = variables_lib.native(variable)
+      grad = by_variable.get(id(native))
+      if grad is None:
+        raise ValueError(
+          "With `shard_update`, `grads_and_vars` must contain a gradient for"
+          f" every variable that the optimizer was built on; {native.name} has"
+          " none. Build the optimizer on the variables that you train."
+        )
+      return grad
+
+    def find_dense(variable: Any) -> Gradient:
+      grad = self.tables.to_dense(find(variable), variable)
+      return row_sparse.cast(grad, variable)
+
+    # Flatten gradients before they are summed: TensorFlow's graph optimizer
+    # would otherwise merge a gradient with its sum.
+    return list(map(find, self.unsharded_tables)), [
+      packing.flatten(list(map(find_dense, bucket.variables)))
+      for bucket in self.buckets
+    ]
+
+  def _parts_counted_once(
+    self, parts: Sequence[tf.Tensor]
+  ) -> Sequence[tf.Tensor]:
+    """Returns the parts that this member counts in a norm of the group.
+
+    The members of a group together count each element once.
+    """
+    return parts
+
+  def _mark_nonfinite_on_all(
+    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
+  ) -> list[tf.Tensor]:
+    """Turns all parts into NaN if any member's sums are not finite.
+
+    Each member sees only its own parts, but all members of a group must skip
+    the same steps.
+    """
+    if not self.context.may_skip:
+      return parts
+    # Adding 0 changes no part. Adding NaN turns every element into NaN.
+    marker = finite.zero_or_nan(
+      [*parts, *table_sums], self.engine.all_reduce_sum
+    )
+    return [part + tf.cast(marker, part.dtype) for part in parts]
+
+  def _clip_sums(
+    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
+  ) -> list[Gradient]:
+    """Returns sums clipped by `opt.global_clipnorm`.
+
+    With c the limit, g all gradients of the group and g[i] this member's part:
+
+        g[i] <- g[i] * c / max(||g||, c)
+        ||g||^2 = sum over i of ||g[i]||^2
+
+    Returns:
+      The gradients of `_own_variables`, then those of the unsharded tables.
+    """
+    sums = [*self._own_gradients(parts), *table_sums]
+    limit = clipping.limits_of(self.inner.innermost)["global_clipnorm"]
+    if limit is None:
+      return sums
+    # ||g[i]||^2, in float64. All members have the sums of the tables, so each
+    # member contributes an equal share of their squares.
+    share = 1.0 / self.engine.groups.group_size
+    squares = [
+      tf.cast(clipping.square_of_norm(grads), tf.float64) * weight
+      for grads, weight in (
+        (self._parts_counted_once(parts), 1.0),
+        (table_sums, share),
+      )
+    ]
+    [total] = self.engine.all_reduce_sum([tf.add_n(squares)])  # ||g||^2
+    limit = self.inner.scaling.scale_limit(limit)
+    scale = clipping.scale_to(limit, total)
+    return [row_sparse.times(grad, scale) for grad in sums]
+
+
+def choose_kind(optimizer: Any, shard_update: Any) -> str:
+  """Returns how to divide the update: `"elementwise"` or `"by_variable"`.
+
+  This is the value of `shard_update`, or if it is True, the kind that fits the
+  optimizer's class.
+
+  Raises:
+    ValueError: If the optimizer cannot be sharded in this way.
+  """
+  class_name = type(optimizer).__name__
+  fused.check_is_one(optimizer, "shard_update", shard_update)
+  fused.check_vouched_for(optimizer, "shard_update", shard_update)
+  if not hasattr(optimizer, "build"):
+    raise ValueError(
+      f"`shard_update` is {shard_update!r}, but {class_name} is an optimizer of"
+      " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
+      " Use an optimizer of tf_keras.optimizers."
+    )
+  keras_class = fused.keras_class(optimizer)
+  is_elementwise = keras_class in fused.ELEMENTWISE
+  kind = shard_update
+  if shard_update is True:
+    if not is_elementwise and keras_class not in fused.BY_VARIABLE:
+      raise ValueError(
+        "`shard_update` is True, but tf_cross_shard does not know how"
+        f' {class_name} updates weights. Pass shard_update="by_variable" if the'
+        " update of each variable depends only on that variable, or"
+        ' "elementwise" if the update of each element depends only on that'
+        " element."
+      )
+    kind = "elementwise" if is_elementwise else "by_variable"
+  remedies = {
+    "gradient_accumulation_steps": (
+      "Use `accumulate_steps` of the CrossShardOptimizer."
+    ),
+  }
+  # A user's class may do anything before it clips. This package can clip
+  # in place of Keras' own classes only.
+  if not is_elementwise and kind == "elementwise":
+    for limit in ("clipnorm", "global_clipnorm"):
+      remedies[limit] = "Clip in your class, or before `apply_gradients`."
+  for argument, remedy in remedies.items():
+    if getattr(optimizer, argument, None):
+      raise ValueError(
+        f"`shard_update` is {shard_update!r}, but `opt` uses {argument}="
+        f"{getattr(optimizer, argument)}, which needs whole variables. {remedy}"
+      )
+  return str(kind)
