@@ -66,7 +66,7 @@ def check(traced: Traced, gradients: Mapping[int, bool]) -> None:
       whether this gradient is row-sparse although `describe` cannot know this.
   """
   content = describe_lib.describe(traced.step, "").to_dict()
-  state = traced.step.context.inner.state.unsharded
+  state = traced.step.context.inner.whole
   keys = [id(variables.native(v)) for v in state.trainable_variables]
   pairs = list(zip(keys, content["variables"], strict=True))
   rows = [row for key, row in pairs if key in gradients]

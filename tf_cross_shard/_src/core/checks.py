@@ -13,29 +13,40 @@ from tf_cross_shard._src.core import reduce, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 
 
-class StepChecks:
-  """Checks of the strategy, the groups, the variables and the workers."""
+class Checks:
+  """Checks of the strategy, the groups, the variables and the workers.
 
-  def __init__(self, context: context_lib.Context) -> None:
+  The constructor checks what cannot change afterwards.
+  """
+
+  def __init__(
+    self,
+    settings: settings_lib.Settings,
+    inner: inner_lib.Inner,
+    engine: engine_lib.Engine,
+  ) -> None:
     """Raises an error if the groups or the workers do not fit the strategy."""
-    self.engine = context.engine
-    self._context = context
-    self._name = context.settings.name
+    self._settings = settings
+    self._inner = inner
+    self._engine = engine
+    self._name = settings.name
     # The threads that are inside a call of this optimizer, one entry for each
     # replica. For replicas of MirroredStrategy, the entry is the coordinator
     # that their threads share.
     self._users: list[Any] = []
     if tf.distribute.has_strategy():
       self._check_strategy()
+    self._misfit = self._find_misfit()
     # On one replica, the optimizer may have been loaded only for inference,
     # where its groups do not matter. `check_place` raises the error before the
     # first step.
-    if self.engine.num_replicas > 1:
-      self._check_group_count()
-      self._check_workers()
+    if self._misfit and engine.num_replicas > 1:
+      raise ValueError(self._misfit)
 
   def check_place(self) -> None:
     """Raises an error where gradients cannot be reduced."""
@@ -46,11 +57,11 @@ class StepChecks:
         " function given to `strategy.run`."
       )
     self._check_strategy()
-    self._check_group_count()
-    self._check_workers()
+    if self._misfit:
+      raise ValueError(self._misfit)
     is_ordered = tf.executing_eagerly() or tf.inside_function()
     # The operations of one replica, or of one program, have an order anyway.
-    is_one = self.engine.num_replicas == 1 or self.engine.is_spmd
+    is_one = self._engine.num_replicas == 1 or self._engine.is_spmd
     if not is_ordered and not is_one:
       raise RuntimeError(
         f"{self._name} was called in a TensorFlow 1 graph under"
@@ -87,10 +98,10 @@ class StepChecks:
     A variable that was created outside the strategy's scope exists only once.
     Each replica would update it, so the updates of all groups would mix.
     """
-    if self._context.inner.is_built:
-      validation.check_known(variables, self._context.inner.state.knows)
-    strategy = self.engine.strategy
-    if self.engine.num_replicas == 1:
+    if self._inner.is_built:
+      validation.check_known(variables, self._inner.knows)
+    strategy = self._engine.strategy
+    if self._engine.num_replicas == 1:
       return
     for variable in variables:
       whole = variables_lib.distributed(variable)
@@ -105,7 +116,7 @@ class StepChecks:
 
   def compare_workers_before_build(self, variables: Sequence[Any]) -> None:
     """Raises an error unless all workers build the same optimizer."""
-    self.engine.compare_workers(
+    self._engine.compare_workers(
       f"the building of {self._name}",
       lambda: [*self._setting_lines(), *agreement.variable_lines(variables)],
     )
@@ -114,7 +125,7 @@ class StepChecks:
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Raises an error unless all workers begin the same first step."""
-    self.engine.compare_workers(
+    self._engine.compare_workers(
       f"a step of {self._name}",
       lambda: [
         *self._setting_lines(),
@@ -128,9 +139,10 @@ class StepChecks:
     """Raises an error for variables of a strategy other than the optimizer's.
 
     Raises:
-      RuntimeError: Usually, `compile` was called outside the strategy's scope.
+      RuntimeError: If the model or the optimizer was created, or `compile` was
+        called, outside the strategy's scope.
     """
-    made_in = self.engine.strategy
+    made_in = self._engine.strategy
     for variable in variables:
       other = replicas_lib.strategy_of(variable) or made_in
       if self._is_foreign(other):
@@ -145,7 +157,7 @@ class StepChecks:
 
   def _check_strategy(self) -> None:
     """Raises `RuntimeError` under a strategy other than the optimizer's."""
-    here, made_in = tf.distribute.get_strategy(), self.engine.strategy
+    here, made_in = tf.distribute.get_strategy(), self._engine.strategy
     if self._is_foreign(here):
       raise RuntimeError(
         f"{self._name} wraps an optimizer that was created under"
@@ -159,56 +171,49 @@ class StepChecks:
 
     Two strategies with one replica each are as good as the same.
     """
-    made_in = self.engine.strategy
+    made_in = self._engine.strategy
     replicas = strategy.num_replicas_in_sync, made_in.num_replicas_in_sync
     return strategy is not made_in and max(replicas) > 1
 
   def _setting_lines(self) -> list[str]:
     """Returns the settings as lines, with the groups in force."""
-    config = self._context.settings.to_config()
+    config = self._settings.to_config()
     del config["name"]
     return agreement.setting_lines(
-      **{**config, "group_assignment": self.engine.groups.to_lists()}
+      **{**config, "group_assignment": self._engine.groups.to_lists()}
     )
 
   def _iteration_lines(self) -> list[str]:
     """Returns the count of steps as a line."""
     # Different groups may have skipped different steps.
-    is_equal = self.engine.groups.num_groups == 1
-    count = int(self._context.inner.iterations()) if is_equal else "any"
+    is_equal = self._engine.groups.num_groups == 1
+    count = int(self._inner.iterations()) if is_equal else "any"
     return agreement.setting_lines(iterations=count)
 
-  def _check_workers(self) -> None:
-    """Raises `ValueError` if TF_CONFIG lists workers that the strategy ignores.
-
-    Each worker would train its own model.
-    """
-    strategy = self.engine.strategy
-    started = _started_workers()
+  def _find_misfit(self) -> str:
+    """Returns why the groups or the workers do not fit the strategy, or ""."""
+    strategy, groups = self._engine.strategy, self._engine.groups
+    where = validation.strategy_in_words(strategy)
+    if groups.num_replicas != self._engine.num_replicas:
+      return (
+        f"`group_assignment` covers {groups.num_replicas} replicas,"
+        f" {groups.to_lists()}, but the optimizer was created under {where}."
+        " Change `group_assignment`, or create the optimizer inside the scope"
+        " of its strategy."
+      )
     # Each host of a TPU runs its own program, but they share one strategy.
-    if started > 1 and not (
-      reduce.is_tpu(strategy)
-      or isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    ):
-      raise ValueError(
+    is_one_of_many = reduce.is_tpu(strategy) or isinstance(
+      strategy, tf.distribute.MultiWorkerMirroredStrategy
+    )
+    started = 0 if is_one_of_many else _started_workers()
+    if started > 1:
+      return (
         f"TF_CONFIG lists {started} workers, but the optimizer was created"
-        f" under {validation.strategy_in_words(strategy)}, so each worker would"
-        " train a separate model. Use"
+        f" under {where}, so each worker would train a separate model. Use"
         " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
         " TF_CONFIG."
       )
-
-  def _check_group_count(self) -> None:
-    """Raises `ValueError` unless the groups cover the strategy's replicas."""
-    groups = self.engine.groups
-    if groups.num_replicas != self.engine.num_replicas:
-      raise ValueError(
-        f"`group_assignment` covers {groups.num_replicas} replicas,"
-        f" {groups.to_lists()}, but the optimizer was created under"
-        f" {validation.strategy_in_words(self.engine.strategy)}. Change"
-        " `group_assignment`, or create the optimizer inside the scope of its"
-        " strategy."
-      )
+    return ""
 
 
 def _started_workers() -> int:

@@ -24,7 +24,7 @@ class Context:
   @property
   def may_skip(self) -> bool:
     """Whether a step may be skipped because of a NaN or an infinity."""
-    return self.settings.skip_nonfinite or self.inner.scaling.is_dynamic
+    return self.settings.skip_nonfinite or self.inner.skips_overflows
 
 
 class Stage:

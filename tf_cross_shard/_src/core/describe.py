@@ -94,7 +94,7 @@ def describe(step: step_lib.StepPipeline, optimizer: str) -> Description:
   settings, engine = step.settings, step.context.engine
   wrapped = step.context.inner
   is_built = wrapped.is_built
-  whole = wrapped.state.unsharded
+  whole = wrapped.whole
   variables = list(whole.trainable_variables) if is_built else []
   rows = _rows(step, variables)
   described_update = described.DescribedUpdate(step.update)
@@ -158,7 +158,7 @@ def _rows(
 
 def _nonfinite(step: step_lib.StepPipeline) -> str:
   """Returns what happens to a step with a NaN or an infinity."""
-  if step.context.inner.scaling.is_dynamic:
+  if step.context.inner.skips_overflows:
     return "skipped by the LossScaleOptimizer"
   return "skipped and counted" if step.settings.skip_nonfinite else "applied"
 
@@ -187,7 +187,7 @@ def _not_in_force(
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
     yield "accumulate_steps", "one call is a step, as with None"
-  if settings.skip_nonfinite and step.context.inner.scaling.is_dynamic:
+  if settings.skip_nonfinite and step.context.inner.skips_overflows:
     yield (
       "skip_nonfinite",
       "the LossScaleOptimizer skips such steps anyway; they are only counted",

@@ -68,7 +68,7 @@ def slots_of(optimizer: Any) -> Callable[[Any], dict[str, Any]] | None:
   None for an optimizer that is not a wrapper of this package.
   """
   own = components.components_of(optimizer)
-  return None if own is None else own.inner.state.unsharded.slots
+  return None if own is None else own.inner.whole.slots
 
 
 def state_of(optimizer: Any) -> Any:

@@ -50,7 +50,7 @@ class NonfiniteGuard(context_lib.Stage):
     LossScaleOptimizer skips a step whose sums are not finite, so with such an
     optimizer this method checks the sums.
     """
-    is_dynamic = self.inner.scaling.is_dynamic
+    is_dynamic = self.inner.skips_overflows
     return finite.all_finite(sums) if is_dynamic else True
 
   def apply_if_finite(
@@ -62,7 +62,7 @@ class NonfiniteGuard(context_lib.Stage):
       return
     is_finite = finite.all_finite(sums)
     self.count.assign_add(tf.cast(~is_finite, self.count.dtype))
-    if self.inner.scaling.is_dynamic:
+    if self.inner.skips_overflows:
       apply()  # The LossScaleOptimizer skips the step, and lowers its scale.
     else:
       tf.cond(is_finite, apply, lambda: None)

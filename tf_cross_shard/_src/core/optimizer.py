@@ -357,7 +357,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       var_list: The variables.
     """
     step = self._components.step
-    is_sharded = step.context.inner.state.whole is not None
+    is_sharded = step.context.inner.sharded_state is not None
     step.warnings.end_fit(is_sharded and bool(self._inner.averages))
     step.update.write_averages(var_list)
 
@@ -387,7 +387,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       per_group_lib.bind(opt, self.groups, self._package)
       if not call.is_reduced:
         step.convention.check_was_scaled(
-          call.through_apply, self._inner.scaling.divides
+          call.through_apply, self._inner.divides_gradients
         )
       self.build(call.variables)
       checks.compare_workers_before_step(call.grads, call.variables)
@@ -415,10 +415,10 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     """Warns that saving keeps only the first group."""
     own = components.components_of(self)
     if own is not None and own.step is not None:
-      whole = self._inner.state.unsharded
+      whole = self._inner.whole
       saved = [
         *whole.trainable_variables,
-        *self._inner.state.all_variables,
+        *self._inner.all_variables,
       ]
       own.step.warnings.before_saving(saved)
 

@@ -1,31 +1,60 @@
-"""Values that differ between groups: `per_group` and learning rates.
+"""Values that differ between groups: `per_group`, learning rates, settings.
 
-Each replica selects the row of its group:
+Everything here asks one question: which group does the calling replica belong
+to? `group_here` answers it. A step puts the answer into a context variable,
+which `PerGroup` and `GroupSettings` read while the wrapped optimizer updates
+the weights:
 
-    values, one row for each group ─┐
-    the replica's number ───────────┴─ gather ─▶ the row of the replica's group
+    step ─ in_group(group_here(groups)) ─▶ PerGroup       learning_rate[group]
+                                           GroupSettings  weight_decay[group]
 
-On TPUs, where all replicas run one program, the replica's number is a tensor.
+Where all replicas run one program, as on TPUs, the group is a tensor.
 """
 
 import contextlib
 import contextvars
 import copy
+import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import components, settings, validation
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core.inner import keras_private, overriding
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.reduce import isolation
 
-# The group that `as_group` sets, for code outside replicas. Each thread has
-# its own value, because replicas may be threads.
-_group_override: Final = contextvars.ContextVar[Any]("group", default=None)
+# An int, or a scalar tensor or variable. Each thread has its own value, because
+# replicas may be threads.
+_my_group: Final = contextvars.ContextVar[Any]("my_group", default=None)
+
+
+@contextlib.contextmanager
+def in_group(group: Any) -> Iterator[None]:
+  """Makes `group` the group of the caller; None for no group."""
+  before = _my_group.set(group)
+  try:
+    yield
+  finally:
+    _my_group.reset(before)
+
+
+def group_here(groups: groups_lib.Groups) -> Any:
+  """Returns the group of the calling replica.
+
+  Returns:
+    An int; a scalar tensor where all replicas run one program; None outside
+    replicas.
+  """
+  replica = isolation.current_replica()
+  if replica is None or isinstance(replica, int):
+    return None if replica is None else groups.index_of(replica)
+  group_of = [groups.index_of(r) for r in range(groups.num_replicas)]
+  return tf.gather(group_of, replica)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -62,7 +91,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   """
   if hasattr(groups, "apply_gradients"):
     groups = names_lib.groups_of(groups, None)
-  groups = settings.required_groups(groups)
+  groups = settings_lib.required_groups(groups)
   rows = tf.convert_to_tensor(values)
   if not rows.shape[:1].is_compatible_with([groups.num_groups]):
     raise ValueError(
@@ -70,11 +99,14 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
       f" {groups.num_groups} groups {groups.to_lists()}; got shape"
       f" {rows.shape}."
     )
-  return _row(rows, groups)
+  group = _my_group.get()
+  if group is None and isolation.current_replica() is not None:
+    _check_replicas(groups)
+    group = group_here(groups)
+  return tf.gather(rows, 0 if group is None else group)
 
 
-@contextlib.contextmanager
-def as_group(group: Any) -> Iterator[None]:
+def as_group(group: Any) -> contextlib.AbstractContextManager[None]:
   """Sets the group whose values `per_group` returns outside replicas.
 
   Use it when you call the model of one group, such as the result of
@@ -89,21 +121,16 @@ def as_group(group: Any) -> Iterator[None]:
   Args:
     group: The number of the group, or a variable that holds it.
   """
-  before = _group_override.set(group)
-  try:
-    yield
-  finally:
-    _group_override.reset(before)
+  return in_group(group)
 
 
 class PerGroup:
   """A learning rate schedule with a rate for each group.
 
   Pass it as the learning rate of the optimizer that a `CrossShardOptimizer`
-  wraps. The CrossShardOptimizer tells the schedule its groups, and
-  raises a `ValueError` if there is not one rate for each group. In an update,
-  the schedule returns the rate of the replica's group, at the step that this
-  group has reached. Outside replicas, for example for
+  wraps, which raises a `ValueError` if there is not one rate for each of its
+  groups. In an update, the schedule returns the rate of the replica's group, at
+  the step that this group has reached. Outside replicas, for example for
   `optimizer.learning_rate` and Keras' callbacks, it returns the rate of group
   0. The method `values` returns the rates of all groups.
 
@@ -126,12 +153,11 @@ class PerGroup:
   """
 
   _package: str  # "keras" or "tf_keras"
-  _groups: groups_lib.Groups | None = None
   # A factor for each group's rate; None until a callback lowers the rates.
   rate_factor: tf.Variable | None = None
 
   def __init__(self, rates: Iterable[Any]) -> None:
-    """Sets the rates. The CrossShardOptimizer sets the groups later.
+    """Sets the rates.
 
     Args:
       rates: One learning rate for each group, in the order of the groups. Each
@@ -159,7 +185,7 @@ class PerGroup:
 
     Unlike NumPy's numbers, a Python float can be written as JSON.
     """
-    if isinstance(rate, _schedule_class(self._package)):
+    if isinstance(rate, schedule_class(self._package)):
       return rate
     if not validation.is_number(rate):
       raise TypeError(
@@ -180,41 +206,26 @@ class PerGroup:
       or of the group that `as_group` sets.
 
     Raises:
-      RuntimeError: If no CrossShardOptimizer wraps the optimizer.
+      RuntimeError: In a replica outside a step of a CrossShardOptimizer.
     """
-    groups = self._groups
-    if groups is None and not self._is_called_by_constructor():
-      raise RuntimeError(
-        "PerGroup has no groups, because no CrossShardOptimizer wraps"
-        " its optimizer. Use CrossShardOptimizer(Adam(PerGroup(rates)),"
-        " group_assignment=...)."
-      )
+    group = _my_group.get()
+    if group is None and isolation.current_replica() is not None:
+      if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        raise RuntimeError(
+          "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
+          " which knows the groups. Wrap the optimizer:"
+          " CrossShardOptimizer(Adam(PerGroup(rates)), group_assignment=...)."
+          " To read the rate, use `learning_rate` of the CrossShardOptimizer."
+        )
     dtype = sys.modules[self._package].backend.floatx()
-    # The rates of all groups at this step. One of them is selected below.
-    rows = [
-      tf.cast(rate(step), dtype)
-      if callable(rate)
-      else tf.convert_to_tensor(rate, dtype)
-      for rate in self.rates
-    ]
-    if groups is None:
-      return rows[0]
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas == groups.num_replicas:
-      rate = _row(tf.stack(rows), groups)
-    else:  # The schedule is called outside replicas.
-      rate = _row_outside(rows)
+    chosen = self.rates
+    if group is None or isinstance(group, int):
+      chosen, group = [self.rates[group or 0]], 0
+    at_step = [rate(step) if callable(rate) else rate for rate in chosen]
+    rate = tf.gather([tf.cast(rate, dtype) for rate in at_step], group)
     if self.rate_factor is None:
       return rate
     return rate * tf.cast(self.rate_factor, dtype)
-
-  def _is_called_by_constructor(self) -> bool:
-    """Returns whether a Keras optimizer's constructor is reading the rate.
-
-    At that time, no CrossShardOptimizer can wrap the optimizer yet, so
-    there are no groups.
-    """
-    return False
 
   def values(self, step: Any) -> list[float]:
     """Returns the rates of all groups at a step.
@@ -246,42 +257,38 @@ class PerGroup:
     rates = copy.deepcopy(config["rates"])  # Keras changes its argument.
     return cls(deserialize(r) if isinstance(r, dict) else r for r in rates)
 
-  def check(self, groups: groups_lib.Groups) -> None:
-    """Raises `ValueError` unless the schedule fits the groups.
 
-    A `CrossShardOptimizer` calls this method.
+def check_rates(
+  rate: Any, groups: groups_lib.Groups, schedule: type[Any]
+) -> None:
+  """Raises `ValueError` for a `PerGroup` that does not fit the groups.
 
-    Args:
-      groups: The groups of the optimizer.
-    """
-    if len(self.rates) != groups.num_groups:
-      raise ValueError(
-        "`rates` of PerGroup must contain one learning rate for each of the"
-        f" {groups.num_groups} groups {groups.to_lists()}; got"
-        f" {len(self.rates)}: {self.rates}."
-      )
-    if self._groups is not None and self._groups != groups:
-      raise ValueError(
-        "One PerGroup cannot be shared by optimizers with different groups: it"
-        f" was used with {self._groups.to_lists()}, now with"
-        f" {groups.to_lists()}. Create a PerGroup for each optimizer."
-      )
-
-  def set_groups(self, groups: groups_lib.Groups) -> None:
-    """Sets the groups, which `check` has accepted.
-
-    A `CrossShardOptimizer` calls this method.
-
-    Args:
-      groups: The groups of the optimizer.
-    """
-    self._groups = groups
+  Args:
+    rate: One learning rate, or a list. A schedule may be a PerGroup, or may
+      call one, as a warm-up calls the schedule that follows it.
+    groups: The groups of the optimizer.
+    schedule: The base class of schedules of the optimizer's Keras.
+  """
+  if isinstance(rate, PerGroup) and len(rate.rates) != groups.num_groups:
+    raise ValueError(
+      "`rates` of PerGroup must contain one learning rate for each of the"
+      f" {groups.num_groups} groups {groups.to_lists()}; got"
+      f" {len(rate.rates)}: {rate.rates}."
+    )
+  if isinstance(rate, schedule):
+    rate = list(vars(rate).values())
+  if isinstance(rate, (list, tuple)):
+    for part in rate:
+      check_rates(part, groups, schedule)
 
 
-def bind(optimizer: Any, groups: groups_lib.Groups, package: str) -> None:
-  """Sets the groups of every `PerGroup` in an optimizer, however nested."""
+def check_rates_of(
+  optimizer: Any, groups: groups_lib.Groups, package: str
+) -> None:
+  """Raises `ValueError` for a `PerGroup` in `optimizer` that does not fit."""
   for nested in names_lib.nested_optimizers(optimizer):
-    bind_rate(keras_private.learning_rates(nested), groups, package)
+    rates = keras_private.learning_rates(nested)
+    check_rates(rates, groups, schedule_class(package))
 
 
 def check_settable(optimizer: Any) -> None:
@@ -304,64 +311,16 @@ def rates_of(optimizer: Any) -> PerGroup | None:
   return None
 
 
-def bound(forwarded: property) -> property:
-  """Returns the property `learning_rate` of a CrossShardOptimizer.
-
-  When you assign a PerGroup, the property sets its groups. When you assign a
-  number instead of a PerGroup, it raises an error. Otherwise it does what
-  `forwarded` does.
-  """
-
-  def assign(optimizer: Any, value: Any) -> None:
-    own = components.components_of(optimizer)
-    if own is not None and own.checks is not None:
-      if not callable(value):
-        check_settable(optimizer.inner_optimizer)
-      bind_rate(value, own.checks.engine.groups, own.keras_package)
-    forwarded.__set__(optimizer, value)
-
-  return forwarded.setter(assign)
-
-
-def bind_rate(rate: Any, groups: groups_lib.Groups, package: str) -> None:
-  """Sets the groups of every `PerGroup` in one learning rate or in a list."""
-  schedules = list(_within(rate, _schedule_class(package)))
-  # Check all of them before any is changed.
-  for rates in schedules:
-    rates.check(groups)
-  for rates in schedules:
-    rates.set_groups(groups)
-
-
-def _within(value: Any, schedule: type[Any]) -> Iterator[PerGroup]:
-  """Yields every PerGroup in a value.
-
-  A schedule may be a PerGroup, or may call one, as a warm-up calls the schedule
-  that follows it.
-  """
-  if isinstance(value, PerGroup):
-    yield value
-  if isinstance(value, schedule):
-    value = list(vars(value).values())
-  if isinstance(value, (list, tuple)):
-    for part in value:
-      yield from _within(part, schedule)
-
-
-def _schedule_class(package: str) -> type[Any]:
+def schedule_class(package: str) -> type[Any]:
   """Returns the base class of schedules in "keras" or "tf_keras"."""
   schedules = sys.modules[package].optimizers.schedules
   return schedules.LearningRateSchedule
 
 
-def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
-  """Returns the row of the calling replica's group."""
+def _check_replicas(groups: groups_lib.Groups) -> None:
+  """Raises `ValueError` unless the groups hold the strategy's replicas."""
   strategy = tf.distribute.get_strategy()
-  replica = isolation.current_replica()
-  if replica is None or _group_override.get() is not None:
-    return _row_outside(rows)
-  replicas = strategy.num_replicas_in_sync
-  if replicas != groups.num_replicas:
+  if strategy.num_replicas_in_sync != groups.num_replicas:
     raise ValueError(
       f"`groups` holds {groups.num_replicas} replicas, {groups.to_lists()}, but"
       " per_group was called under"
@@ -369,12 +328,155 @@ def _row(rows: tf.Tensor, groups: groups_lib.Groups) -> tf.Tensor:
       " `strategy.run` of the groups' own strategy, or inside `with"
       " schedules.as_group(i):`."
     )
-  group_of = [groups.index_of(number) for number in range(replicas)]
-  # Not in Python: the replica's number may be a tensor.
-  return tf.gather(rows, tf.gather(group_of, replica))
 
 
-def _row_outside(rows: Any) -> tf.Tensor:
-  """Returns the row of the group that `as_group` sets, by default group 0."""
-  group = _group_override.get()
-  return tf.gather(rows, 0 if group is None else group)
+class GroupNumber(float):
+  """A setting whose value is a tensor: the number of the replica's group.
+
+  Where all replicas run one program, the group is a tensor. Keras computes with
+  this object as with a tensor, and compares it as a number, to decide whether
+  there is momentum or weight decay.
+  """
+
+  tensor: tf.Tensor
+
+  def __new__(cls, numbers: Sequence[float], group: Any) -> "GroupNumber":
+    """Returns the row `group` of `numbers`, which is compared as the first
+    nonzero number."""
+    made = super().__new__(cls, next(filter(None, numbers), 0.0))
+    made.tensor = tf.gather(tf.constant(numbers, tf.float32), group)
+    return made
+
+  def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+    """Returns the number when TensorFlow converts this object to a tensor."""
+    del name
+    return self.tensor if dtype is None else tf.cast(self.tensor, dtype)
+
+
+def _operator(name: str) -> Any:
+  """Returns an operator of tensors for `GroupNumber`."""
+
+  def operate(number: GroupNumber, *others: Any) -> Any:
+    return getattr(number.tensor, name)(*others)
+
+  return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+  setattr(GroupNumber, f"__{_name}__", _operator(f"__{_name}__"))
+  setattr(GroupNumber, f"__r{_name}__", _operator(f"__r{_name}__"))
+GroupNumber.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
+
+
+class GroupSettings:
+  """Settings of the wrapped optimizer that differ between groups.
+
+      groups              0      1      2
+      weight_decay      0.0    0.01    0.1
+
+  While a replica applies sums, the attribute of the wrapped optimizer (such as
+  `weight_decay`) is the number of the replica's group. So every optimizer
+  class, kernel and kind of update reads this number.
+
+  Attributes:
+    numbers: A number for each group, by the name of a setting.
+  """
+
+  def __init__(
+    self,
+    numbers: Mapping[str, Sequence[float]] | None,
+    optimizer: Any,
+    groups: groups_lib.Groups,
+  ) -> None:
+    """Raises `ValueError` for numbers that do not fit.
+
+    `optimizer` is the one that keeps the slots.
+    """
+    self._optimizer = optimizer
+    self._groups = groups
+    self.numbers: Mapping[str, Sequence[float]] = {}
+    self.replace(numbers)
+
+  def replace(self, numbers: Mapping[str, Sequence[float]] | None) -> None:
+    """Sets the numbers, unless one does not fit: then raises `ValueError`."""
+    for name, values in (numbers or {}).items():
+      if len(values) != self._groups.num_groups:
+        raise ValueError(
+          "`group_settings` must have a number for each of the"
+          f" {self._groups.num_groups} groups {self._groups.to_lists()};"
+          f" {name!r} is {values}."
+        )
+      if name not in settings_lib.LIMITS:
+        _check_setting(self._optimizer, name, values)
+    self.numbers = numbers or {}
+
+  def limits(self, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns clipping limits, those of this replica's group if they differ."""
+    return {name: self._number(name, limit) for name, limit in limits.items()}
+
+  def in_force(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which the optimizer has this group's numbers."""
+    names = set(self.numbers) - {*settings_lib.LIMITS}
+    numbers = {name: self._number(name) for name in names}
+    return overriding.overriding(self._optimizer, **numbers)
+
+  def _number(self, name: str, default: Any = None) -> Any:
+    """Returns the number of the calling replica's group."""
+    if name not in self.numbers:
+      return default
+    values, group = self.numbers[name], _my_group.get()
+    if isinstance(group, int):
+      return values[group]
+    return GroupNumber(values, group)
+
+
+# Numbers that an optimizer does not read in its update, but when it is built,
+# when it scales the loss, or when it counts calls.
+_NOT_IN_UPDATE: Final = (
+  "ema_overwrite_frequency",
+  "gradient_accumulation_steps",
+  "initial_accumulator_value",
+  "loss_scale_factor",
+)
+
+
+def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
+  """Raises `ValueError` unless the optimizer's setting can be replaced."""
+  kind = type(optimizer).__name__
+  if name == "learning_rate":
+    raise ValueError(
+      "`group_settings` contains 'learning_rate', which may be a schedule. Use"
+      f" {kind}(schedules.PerGroup({values}))."
+    )
+  if name in _NOT_IN_UPDATE:
+    raise ValueError(
+      f"`group_settings` contains {name!r}: {values}, but only settings that"
+      f" {kind} reads in its update can differ between groups. Pass"
+      f" {kind}({name}=...): this setting has one value for all groups."
+    )
+  if name not in vars(optimizer):
+    known = [
+      *(x for x in vars(optimizer) if not x.startswith("_")),
+      *settings_lib.LIMITS,
+    ]
+    close = difflib.get_close_matches(name, known, 1)
+    remedy = f"Did you mean {close[0]!r}?" if close else f"Use one of {known}."
+    raise ValueError(
+      f"`group_settings` contains {name!r}, but {kind} has no such setting."
+      f" {remedy}"
+    )
+  own = vars(optimizer)[name]
+  if isinstance(own, bool) or not isinstance(own, (int, float)):
+    raise ValueError(
+      f"`group_settings` contains {name!r}, but {kind}.{name} is {own!r}, and"
+      " only numeric settings of `opt` can differ between groups. Set"
+      f" {kind}({name}=...) to one of the numbers in `group_settings`."
+    )
+  # If the setting is 0, Keras creates no slot (momentum), or traces no
+  # operation (weight decay).
+  if not own and any(values):
+    raise ValueError(
+      f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
+      f" {own!r}. With 0, Keras does not create the slots or operations that"
+      " the other values need. Create `opt` with one of the nonzero numbers."
+    )

@@ -1,21 +1,18 @@
 """One step of a CrossShardOptimizer, in each replica.
 
-    loss ─ scale ─▶ gradients ─ clip ─▶ window ─▶ reduce ─▶ guard ─▶ apply
-                    this replica's      1 or k    over the  NaN?     once
-                    own gradients       calls     group
+    gradients ─▶ clip ─▶ window ─▶ reduce ─▶ guard ─▶ apply ─▶ gather
+                 this    k calls   over the  NaN?     once     the parts of
+                 replica or one    group                       the weights
+                 alone
 
-The first two stages come before the step: `StepPipeline.scale` multiplies the
-loss, and `StepPipeline.differentiate` or the user's own tape computes the
-gradients. `StepPipeline.perform` then follows this drawing from left to right.
-(With `scale_gradients`, `perform` multiplies the gradients, not the loss.)
+`Step.take` and `Step._finish` follow this drawing from left to right. Before a
+step, `Step.scale` multiplies the loss (or `take` multiplies the gradients, with
+`scale_gradients`), and `Step.differentiate` or the user's own tape computes the
+gradients.
 
-The stages are objects from this folder and from `update`. A window is one call
-or k calls long. The update decides which part of the weights and of the
-optimizer state each replica stores and updates. The wire decides in which dtype
-replicas send gradients. Each stage receives the next stage as a function:
-`window.add(..., _finish)`, `replicated.apply(..., _apply_once)`, and
-`guard.apply_if_finite(sums, apply)`. Stages do not write into each other. Only
-`StepPipeline._show_state` writes into the state of the user's optimizer.
+`update` decides which part of the weights and of the optimizer's state each
+replica keeps, `engine` how replicas exchange tensors, and `inner` is the user's
+optimizer.
 """
 
 import dataclasses
@@ -24,13 +21,9 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import (
-  accumulation,
-  group_settings,
-  loss_convention,
-  nonfinite,
-)
-from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import accumulation, loss_convention
+from tf_cross_shard._src.core import checks as checks_lib
+from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import warnings as warnings_lib
 from tf_cross_shard._src.core.gradients import (
@@ -39,6 +32,8 @@ from tf_cross_shard._src.core.gradients import (
   row_sparse,
 )
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import (
   by_variable,
@@ -71,66 +66,150 @@ class Call:
   is_reduced: bool = False
 
 
-_SHARDED: Final = {
-  "elementwise": elementwise.ElementwiseUpdate,
-  "by_variable": by_variable.ByVariableUpdate,
-}
-
-
-class StepPipeline:
-  """The stages between a loss and the weights, with the state of the stages.
+class Step:
+  """What lies between a loss and the weights.
 
   Attributes:
-    context: The arguments, the wrapped optimizer and the engine.
-    convention: Chooses the factor by which the loss is multiplied.
+    settings: The arguments of the optimizer.
+    inner: The user's optimizer.
+    engine: Sums over the groups of replicas.
+    checks: Whether a step may run here.
+    convention: The factor by which the loss is multiplied.
+    group_settings: Settings of `inner` that differ between groups.
     tables: The embedding tables that are updated by rows.
     update: Reduces gradients and updates the weights.
-    window: Accumulates the gradients of several calls.
-    guard: Skips steps with a NaN or an infinity, and counts them.
-    by_group: Settings that differ between groups.
-    watch: Warns when something else overwrites the groups' weights.
+    window: Accumulates the gradients of several calls; None for one call.
+    warnings: Warns when something else treats all groups as one model.
+    skipped_steps: Counts steps with a NaN or an infinity; None if they are not
+      skipped. Each replica has the count of its group.
     attached: Variables of callbacks, which `replica_state` saves, too.
   """
 
-  def __init__(self, context: context_lib.Context) -> None:
-    """Creates the stages for the settings."""
-    self.context = context
-    settings, engine = context.settings, context.engine
+  def __init__(
+    self,
+    settings: settings_lib.Settings,
+    inner: inner_lib.Inner,
+    engine: engine_lib.Engine,
+  ) -> None:
+    self.settings = settings
+    self.inner = inner
+    self.engine = engine
+    self.checks = checks_lib.Checks(settings, inner, engine)
     self.convention = loss_convention.LossConvention(settings, engine.groups)
-    self.by_group = group_settings.GroupSettings(context)
-    self.tables = rows_lib.make(context)
-    self.update = _make_update(context, self.tables)
-    self.window = accumulation.make(context, self.by_group)
-    self.guard = nonfinite.NonfiniteGuard(context)
+    self.group_settings = per_group_lib.GroupSettings(
+      settings.group_settings, inner.innermost, engine.groups
+    )
+    self.tables = rows_lib.Tables(inner, engine, settings.lazy_rows)
+    self.update = _make_update(settings, inner, engine, self.tables)
+    self.window = accumulation.make(settings.accumulate_steps, inner, engine)
     self.warnings = warnings_lib.GroupWarnings(settings.name, engine)
+    self.skipped_steps: tf.Variable | None = None
+    if settings.skip_nonfinite:
+      with engine.making_variables():
+        self.skipped_steps = tf.Variable(
+          0, trainable=False, dtype=tf.int64, name="skipped_steps"
+        )
     self.attached: tuple[Any, ...] = ()
-    self._show_state(None)
+    inner.checkpointed = self.update.checkpointed
+
+  def take(self, call: Call) -> tf.Tensor:
+    """Takes one step, or adds one call to an accumulation window.
+
+    Returns:
+      The iteration count afterwards, an int64 scalar.
+    """
+    with tf.name_scope(call.name or self.settings.name), self.in_my_group():
+      grads = call.grads if call.is_reduced else self._scale_and_clip(call)
+      if self.window is None:
+        self._finish(call, grads)
+      else:
+        window, variables = self.window, call.variables
+        dense = window.to_dense(grads, variables)
+        # All replicas have had the same number of calls, so all run the same
+        # branch.
+        tf.cond(
+          window.is_last_call(),
+          lambda: self._finish(call, window.take(dense, variables)),
+          lambda: window.add(dense, variables),
+        )
+      with self.engine.isolate():
+        return tf.identity(self.inner.iterations())
+
+  def _finish(self, call: Call, grads: Sequence[Gradient]) -> None:
+    """Reduces gradients over the group, and applies the sums once."""
+    if call.is_reduced:
+      sums = self.update.cut(grads, call.variables)
+    else:
+      sums = self.update.reduce(grads, call.variables)
+    # Isolated: the user's optimizer would otherwise reduce the sums again.
+    with (
+      self.engine.all_or_nothing(sums),
+      self.engine.isolate(),
+      self.group_settings.in_force(),
+    ):
+      self.update.read_weights()
+      if self.skipped_steps is not None:
+        # All members of a group have the same sums, or parts that are all NaN
+        # if one part is. So they decide alike.
+        is_finite = clipping.all_finite(sums)
+        self.skipped_steps.assign_add(tf.cast(~is_finite, tf.int64))
+      # A dynamic LossScaleOptimizer skips a step itself.
+      if self.skipped_steps is None or self.inner.skips_overflows:
+        self._apply(call, sums)
+      else:
+        tf.cond(is_finite, lambda: self._apply(call, sums), lambda: None)
+    self.update.gather_weights(sums)
+
+  def _apply(self, call: Call, sums: Sequence[Gradient]) -> None:
+    """Lets the user's optimizer apply the sums, and counts the step."""
+    self.update.apply(sums, call.variables, call.through_apply)
+    step = call.global_step
+    if step is not None and self.engine.updates_here(step):
+      counts = not self.inner.skips_overflows or clipping.all_finite(sums)
+      step.assign_add(tf.cast(counts, step.dtype))
+
+  def _scale_and_clip(self, call: Call) -> list[Gradient]:
+    """Returns this replica's own gradients, scaled and clipped.
+
+    With f the loss factor (1 unless `scale_gradients`) and g a gradient:
+    clip(f * g).
+    """
+    grads = wire_lib.make_reducible(call.grads, call.variables, self.engine)
+    factor = self.convention.for_gradients()
+    if factor != 1:
+      grads = [row_sparse.times(grad, factor) for grad in grads]
+    # Gradients may be multiplied by a loss scale: also multiply the limits. As
+    # in Keras, a limit of 0 does not clip.
+    limits = {
+      name: self.inner.scale_limit(limit) if limit else None
+      for name, limit in self.group_settings.limits(
+        self.settings.limits
+      ).items()
+    }
+    return clipping.clip(grads, **limits, keep_infinite=self._may_skip)
 
   @property
-  def settings(self) -> settings_lib.Settings:
-    """The current arguments of the optimizer."""
-    return self.context.settings
+  def _may_skip(self) -> bool:
+    """Whether a step may be skipped because of a NaN or an infinity."""
+    return self.settings.skip_nonfinite or self.inner.skips_overflows
 
-  def replace(self, **changes: Any) -> None:
-    """Replaces settings in all stages that keep a context.
+  def in_my_group(self) -> Any:
+    """Returns a context that knows the calling replica's group."""
+    return per_group_lib.in_group(per_group_lib.group_here(self.engine.groups))
 
-    Only the clipping limits and `group_settings` can be replaced. Only steps
-    that are traced afterwards read the new values: a `tf.function` that was
-    traced before keeps the old values.
+  def sum(self, call: Call) -> list[Gradient]:
+    """Returns the group's sums of this replica's gradients, clipped."""
+    with self.in_my_group():
+      return self.update.wire.sum(self._scale_and_clip(call))
 
-    Raises:
-      ValueError: If a value is not valid. No setting is changed in this case.
+  def apply_for_loss_scaler(
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
+  ) -> None:
+    """Applies sums after an outer LossScaleOptimizer found them finite.
+
+    That optimizer calls this method inside `_apply`.
     """
-    settings = dataclasses.replace(self.settings, **changes)
-    context = dataclasses.replace(self.context, settings=settings)
-    group_settings.check(context)
-    self.context = context
-    for stage in self._stages():
-      stage.context = context
-
-  def _stages(self) -> tuple[context_lib.Stage, ...]:
-    """Returns the stages that keep a context."""
-    return self.by_group, self.tables, self.update, self.window, self.guard
+    self.inner.apply(grads, variables, True, self.tables.row_step)
 
   def differentiate(
     self,
@@ -140,9 +219,13 @@ class StepPipeline:
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    """Returns this replica's gradients of the scaled loss."""
+    """Returns this replica's gradients of the scaled loss.
+
+    `default` is what the loss is averaged over if the user did not say.
+    """
+    self.checks.check_place()
     return differentiate.differentiate(
-      self.context.inner,
+      self.inner,
       loss,
       var_list,
       tape,
@@ -157,157 +240,38 @@ class StepPipeline:
     factor = self.convention.for_loss(default)
     return loss if factor == 1 else loss * factor
 
-  def perform(self, call: Call) -> tf.Tensor:
-    """Takes one step, or adds one call to an accumulation window.
+  def replace(self, **changes: Any) -> None:
+    """Replaces clipping limits and `group_settings`.
 
-    Returns:
-      The iteration count afterwards, an int64 scalar.
+    Only steps that are traced afterwards read the new values.
+
+    Raises:
+      ValueError: If a value is not valid. No setting is changed in this case.
     """
-    with tf.name_scope(call.name or self.settings.name):
-      overwrites = self._overwrites(call)
-      with self.warnings.step(call.variables):
-        own = (
-          call.grads
-          if call.is_reduced
-          else self._scale_and_clip(call, overwrites)
-        )
-        self.window.of_call(any(overwrites)).add(
-          own,
-          call.variables,
-          lambda totals: self._finish(call, overwrites, totals),
-        )
-      with self.context.engine.isolate():
-        return tf.identity(self.context.inner.iterations())
-
-  def sum(self, call: Call) -> list[Gradient]:
-    """Returns the group's sums of this replica's gradients, clipped."""
-    overwrites = self._overwrites(call)
-    return self.update.all_reduce(
-      self._scale_and_clip(call, overwrites), call.variables, overwrites
-    )
-
-  def apply_for_loss_scaler(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Applies sums after an outer LossScaleOptimizer found them finite.
-
-    That optimizer calls this method inside `_apply_once`.
-    """
-    self.context.inner.apply_reduced(
-      grads, variables, through_apply=True, row_step=self.tables.row_step
-    )
-
-  def _overwrites(self, call: Call) -> list[bool]:
-    """Returns for each variable whether Keras replaces it with its "gradient".
-
-    The user's layers set `overwrite_with_gradient` of such variables, which are
-    float8 scales. Their "gradients" are new values. They are averaged over the
-    group, and are not scaled, clipped, rounded or summed.
-    """
-    return list(map(self.context.inner.is_overwritten, call.variables))
-
-  def _scale_and_clip(
-    self, call: Call, overwrites: Sequence[bool]
-  ) -> list[Gradient]:
-    """Returns this replica's own gradients, scaled and clipped.
-
-    With f the loss factor (1 unless `scale_gradients`) and g a gradient:
-    clip(f * g).
-    """
-    grads = wire_lib.make_reducible(
-      call.grads, call.variables, self.context.engine
-    )
-    factor = self.convention.for_gradients()
-    scale_limit = self.context.inner.scaling.scale_limit
-    clipped = clipping.clip(
-      [
-        None if overwritten else row_sparse.times(grad, factor)
-        for grad, overwritten in zip(grads, overwrites, strict=True)
-      ],
-      # Gradients may be multiplied by a loss scale: also multiply the limits.
-      # As in Keras, a limit of 0 does not clip.
-      **{
-        name: scale_limit(limit) if limit else None
-        for name, limit in self.by_group.limits().items()
-      },
-      keep_infinite=self.context.may_skip,
-    )
-    return [
-      grad if overwritten else own
-      for grad, own, overwritten in zip(grads, clipped, overwrites, strict=True)
-    ]
-
-  def _finish(
-    self, call: Call, overwrites: Sequence[bool], totals: Sequence[Gradient]
-  ) -> None:
-    """Ends a window: sums `totals` over the group, and applies the sums."""
-    if call.is_reduced:
-      sums = self.update.cut_sums(totals, call.variables)
-    else:
-      sums = self.update.reduce(totals, call.variables, overwrites)
-    self.update.apply(
-      sums,
-      call.variables,
-      lambda sums, variables: self._apply_once(call, sums, variables),
-    )
-
-  def _apply_once(
-    self, call: Call, sums: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Applies the sums with the user's optimizer, unless the step is skipped.
-
-    `variables` are what the update lets the optimizer update: see
-    `Update.apply`.
-    """
-    engine = self.context.engine
-
-    def apply() -> None:
-      self.context.inner.apply_reduced(
-        sums, variables, call.through_apply, self.tables.row_step
-      )
-      step = call.global_step
-      if step is not None and engine.updates_here(step):
-        step.assign_add(tf.cast(self.guard.is_step(sums), step.dtype))
-
-    # Isolate the replica: the optimizer would otherwise reduce the sums again.
-    with (
-      engine.all_or_nothing(sums),
-      engine.isolate(),
-      self.by_group.in_force(),
-    ):
-      self.guard.apply_if_finite(sums, apply)
+    settings = dataclasses.replace(self.settings, **changes)
+    self.group_settings.replace(settings.group_settings)
+    self.settings = settings
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Creates the variables of all stages, unless they exist."""
-    if not self.context.inner.is_built:
-      self.tables.prepare_divided(variables)
-      self.warnings.before_build(variables)
-    self._show_state(self.update.build(variables))
-    # tf_keras' LossScaleOptimizer around this optimizer also calls `build` with
-    # the variables that are updated, which may be shards. The window needs the
-    # weights.
-    knows = self.context.inner.state.knows
-    self.window.build([v for v in variables if knows(v)])
-
-  def _show_state(self, whole: Any) -> None:
-    """Shows savers the state with whole slots, if the update keeps parts."""
-    state = self.context.inner.state
-    state.checkpointed = self.update.checkpointed
-    if whole is not None:
-      state.whole = whole
-      state.checkpointed.add(whole.checkpoint_view)
+    """Creates the slots, and the sums of a window, unless they exist."""
+    self.update.build(variables)
+    self.inner.checkpointed = self.update.checkpointed
+    if self.window is not None:
+      # tf_keras' LossScaleOptimizer around this optimizer also calls `build`
+      # with the variables that are updated, which may be shards. The window
+      # needs the weights.
+      self.window.build([v for v in variables if self.inner.knows(v)])
 
   @property
-  def calls(self) -> int:
+  def calls_per_step(self) -> int:
     """How many calls of `apply_gradients` make one step."""
-    own = self.context.inner.accumulates
-    return int(self.settings.accumulate_steps or own or 1)
+    return int(self.settings.accumulate_steps or self.inner.accumulates or 1)
 
   @property
   def state(self) -> list[Any]:
-    """The stages' own variables, which `replica_state` saves."""
-    counts = [] if self.guard.count is None else [self.guard.count]
-    return [*counts, *self.window.variables, *self.attached]
+    """The step's own variables, which `replica_state` saves."""
+    skipped = [] if self.skipped_steps is None else [self.skipped_steps]
+    return [*skipped, *self.window_state, *self.attached]
 
   @property
   def window_state(self) -> list[Any]:
@@ -316,22 +280,30 @@ class StepPipeline:
     The members of a group have different values. The state is reset when the
     group's members change.
     """
-    return list(self.window.variables)
+    return [] if self.window is None else list(self.window.variables)
+
+
+_SHARDED: Final = {
+  "elementwise": elementwise.ElementwiseUpdate,
+  "by_variable": by_variable.ByVariableUpdate,
+}
 
 
 def _make_update(
-  context: context_lib.Context, tables: rows_lib.Tables
+  settings: settings_lib.Settings,
+  inner: inner_lib.Inner,
+  engine: engine_lib.Engine,
+  tables: rows_lib.Tables,
 ) -> replicated.Update:
   """Creates the kind of update for the settings."""
-  settings, engine = context.settings, context.engine
   # float16 rounds small gradients to 0. So gradients that were divided by the
   # loss scale are multiplied by it while they are sent.
   is_float16 = settings.wire_dtype == tf.float16
-  scale = context.inner.scaling.wire_scale if is_float16 else None
+  scale = inner.wire_scale if is_float16 else None
   wire = wire_lib.Wire(engine, settings.wire_dtype, scale)
   if settings.shard_update:
-    kind = sharded.choose_kind(context.inner.innermost, settings.shard_update)
+    kind = sharded.choose_kind(inner.innermost, settings.shard_update)
     # A program may load the optimizer on one device, whatever the groups are.
     if min(engine.groups.group_size, engine.num_replicas) > 1:
-      return _SHARDED[kind](context, wire, tables)
-  return replicated.ReplicatedUpdate(context, wire, tables)
+      return _SHARDED[kind](inner, wire, tables, settings.skip_nonfinite)
+  return replicated.Update(inner, wire, tables)

@@ -165,7 +165,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     if isinstance(optimizer, CrossShardOptimizer):
       internals.check_place(optimizer)
     if self._inner.is_built:
-      validation.check_known(variables, self._inner.state.knows)
+      validation.check_known(variables, self._inner.knows)
 
   @tf.autograph.experimental.do_not_convert
   def prepare(self, variables: Sequence[Any]) -> None:
@@ -271,7 +271,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     if global_step is not None:
       # A dynamic loss scale skips a step that overflows; such a step does not
       # count.
-      skips = self._inner.scaling.is_dynamic
+      skips = self._inner.skips_overflows
       is_step = finite.all_finite(grads) if skips else True
       global_step.assign_add(tf.cast(is_step, global_step.dtype))
     return tf.identity(self._inner.iterations())

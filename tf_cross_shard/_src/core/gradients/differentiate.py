@@ -157,7 +157,7 @@ def differentiate(
     loss,
     variables,
     tape,
-    scale=lambda seed: inner.scaling.scale_loss(scale(seed)),
+    scale=lambda seed: inner.scale_loss(scale(seed)),
     options=options,
     requires_scalar=requires_scalar,
     custom_compute_gradients=inner.compute_gradients
@@ -169,7 +169,7 @@ def differentiate(
     # reports the TensorFlow variable.
     pairs = [(grad, inner.as_built(v)) for grad, v in pairs]
     pairs = [(grad, v) for grad, v in pairs if v.trainable]
-  grads = inner.scaling.unscale([grad for grad, _ in pairs])
+  grads = inner.unscale([grad for grad, _ in pairs])
   return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
 
@@ -178,7 +178,7 @@ def _checked(inner: Any, var_list: Any) -> list[Any] | None:
   """Returns the variables of `var_list`, checked; None for None."""
   variables = validation.check_var_list(var_list)
   if variables is not None and inner.is_built:
-    validation.check_known(variables, inner.state.knows, "var_list")
+    validation.check_known(variables, inner.knows, "var_list")
   return variables
 
 

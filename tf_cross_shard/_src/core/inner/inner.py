@@ -17,13 +17,8 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import (
-  fused,
-  keras_private,
-  loss_scaling,
-  overriding,
-  state,
-)
+from tf_cross_shard._src.core.inner import fused, keras_private, overriding
+from tf_cross_shard._src.core.inner import names as names_lib
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
 
@@ -38,14 +33,16 @@ class Inner(abc.ABC):
   Attributes:
     optimizer: The user's optimizer.
     innermost: The optimizer that keeps the slots, inside any loss scaling.
-    state: The optimizer's variables, as users and savers see them.
-    scaling: How the optimizer scales losses and gradients.
+    outer_scaler: The LossScaleOptimizer around *our* optimizer, or None;
+      `outer.loss_scaler` sets it.
+    sharded_state: The `update.saved_state.SavedState` of an optimizer whose
+      state is sharded, or None. It shows whole slots, by the members of this
+      class that savers need: `variables`, `slots`, `set_weights` and so on.
+    checkpointed: The object whose children a checkpoint saves: the optimizer,
+      or the view of a sharded optimizer.
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
   """
 
-  # The classes of `state` and `scaling`.
-  _state_class: type[state.State]
-  _scaling_class: type[loss_scaling.LossScaling]
   # Whether Keras' clipping by `global_clipnorm` makes row-sparse gradients
   # dense.
   _is_dense_after_norm: bool
@@ -57,8 +54,9 @@ class Inner(abc.ABC):
     self.optimizer = optimizer
     self.innermost = innermost(optimizer)
     self.fused: bool | None = False
-    self.state = self._state_class(self)
-    self.scaling = self._scaling_class(optimizer)
+    self.outer_scaler: Any = None
+    self.sharded_state: Any = None
+    self.checkpointed: Any = optimizer
     self._thread = threading.local()  # Replicas may be threads.
 
   @property
@@ -167,6 +165,85 @@ class Inner(abc.ABC):
     Tapes and graphs report `tf.Variable`s.
     """
     return variable
+
+  @property
+  def whole(self) -> Any:
+    """The state with whole slots: this object, unless the state is sharded.
+
+    A TowerOptimizer may wrap an optimizer whose state is sharded.
+    """
+    return (
+      self.sharded_state or names_lib.sharded_state(self.optimizer) or self
+    )
+
+  @property
+  def variables(self) -> list[Any]:
+    """The variables that the optimizer itself lists."""
+    return names_lib.listed(self.optimizer)
+
+  @property
+  def all_variables(self) -> list[Any]:
+    """The variables with whole slots, and the loss scale of tf_keras."""
+    loss_scale = keras_private.loss_scale(self.optimizer)
+    return [*self.whole.variables, *loss_scale]
+
+  def knows(self, variable: Any) -> bool:
+    """Returns whether the optimizer was built on a variable."""
+    return self.whole.index(variable) is not None
+
+  @abc.abstractmethod
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one."""
+
+  @abc.abstractmethod
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once, in order of creation."""
+
+  def view(self, variable: Any, name: str) -> Any:
+    """Returns a slot for the user; None if there is no slot with this name."""
+    return self.slots(variable).get(name)
+
+  def set_weights(self, weights: Any) -> None:
+    """Assigns values in the order of `variables`."""
+    self.optimizer.set_weights(weights)
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the variables in Keras' form."""
+    self.optimizer.save_own_variables(store)
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads variables in Keras' form."""
+    self.optimizer.load_own_variables(store)
+
+  @property
+  @abc.abstractmethod
+  def skips_overflows(self) -> bool:
+    """Whether a dynamic loss scale skips steps that overflow, and changes."""
+
+  @property
+  def divides_gradients(self) -> bool:
+    """Whether the optimizer divides the gradients that it applies."""
+    return False
+
+  @abc.abstractmethod
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies a loss, or the seed of its gradient, by the loss scale."""
+
+  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
+    """Returns the gradients of a scaled loss, divided by the loss scale."""
+    return list(grads)
+
+  def scale_limit(self, limit: float) -> Any:
+    """Returns a clipping limit, multiplied by the scale of the gradients."""
+    return limit
+
+  def wire_scale(self) -> Any:
+    """Returns the factor of gradients while they are sent in float16, or None.
+
+    Without this factor, float16 would round gradients that are divided by the
+    loss scale to zero.
+    """
+    return None
 
   def iterations(self) -> tf.Tensor:
     """Returns how many times gradients were applied, an int64 scalar."""
@@ -296,7 +373,7 @@ class Inner(abc.ABC):
       row_step: The update for row-sparse gradients; None for Keras' own.
       **options: More arguments of tf_keras' `apply_gradients`.
     """
-    if self.scaling.outer_scaler is None or self.is_called_by_loss_scaler:
+    if self.outer_scaler is None or self.is_called_by_loss_scaler:
       with fused.replacing_update_step(
         self.innermost, self.index, self.fused, row_step
       ):

@@ -24,7 +24,7 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   MultiOptimizer.
   """
   own = components.components_of(optimizer)
-  outer_scaler = None if own is None else own.inner.scaling.outer_scaler
+  outer_scaler = None if own is None else own.inner.outer_scaler
   optimizer = optimizer if outer_scaler is None else outer_scaler
   while optimizer is not None:
     yield optimizer
@@ -172,7 +172,7 @@ def sharded_state(optimizer: Any) -> Any:
 def _sharded_state_of(optimizer: Any) -> Any:
   """Returns the `PlainState` of this optimizer, not of one inside it."""
   own = components.components_of(optimizer)
-  return None if own is None else own.inner.state.whole
+  return None if own is None else own.inner.sharded_state
 
 
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:

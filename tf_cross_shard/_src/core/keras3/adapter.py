@@ -17,88 +17,13 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private, loss_scaling, state
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
-
-
-class Keras3State(state.State):
-  """The state of a Keras 3 optimizer."""
-
-  def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name; empty for an unknown one.
-
-    Keras joins the variable's name and the slot's name: "dense_kernel" and
-    "velocity" become "dense_kernel_velocity".
-    """
-    index = self.index(variable) if self._owner.is_built else None
-    if index is None:
-      return {}
-    reference = self.trainable_variables[index]
-    path = getattr(reference, "path", None)
-    prefixes = [
-      str(name).replace("/", "_").replace(":", "_") + "_"
-      for name in (path, reference.name)
-      if name
-    ]
-    names, slots = [], []
-    # Each optimizer of a MultiOptimizer holds the slots of some variables.
-    for layer in keras_private.nested(self._owner.innermost) or [
-      self._owner.innermost
-    ]:
-      keys = (layer._var_key(reference), path, reference.name)
-      index = layer._trainable_variables_indices.get(keys[0])
-      if index is None:
-        continue
-      count = len(layer._trainable_variables)
-      for attribute, slot in inner_lib.slots_at(layer, index, count, keys):
-        name = slot.name
-        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
-        # Adafactor names its row and column statistics after the variable only.
-        names.append(kinds[0] if kinds else attribute.strip("_"))
-        slots.append(slot)
-    return dict(zip(names_lib.unique(names), slots, strict=True))
-
-  def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
-    whole = self.unsharded
-    slots = (
-      whole.slots(v) for v in whole.trainable_variables if self._owner.is_built
-    )
-    return list(dict.fromkeys(name for by_name in slots for name in by_name))
-
-
-class Keras3LossScaling(loss_scaling.LossScaling):
-  """The loss scale of a Keras 3 optimizer: `loss_scale_factor`, or dynamic."""
-
-  @property
-  def is_dynamic(self) -> bool:
-    """Whether there is a LossScaleOptimizer, inside or outside."""
-    is_inside = hasattr(self._optimizer, "dynamic_growth_steps")
-    return is_inside or self.outer_scaler is not None
-
-  @property
-  def divides(self) -> bool:
-    """Whether the optimizer divides gradients, as a LossScaleOptimizer does."""
-    return self.is_dynamic
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
-    if self.outer_scaler is None:
-      return self._optimizer.scale_loss(loss)
-    # The method of the class: `wrapper.outer_loss_scaling` has replaced the
-    # method of the instance.
-    return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
-
-  def scale_limit(self, limit: float) -> Any:
-    """Returns a limit times the loss scale, as gradients contain the scale."""
-    return self.scale_loss(limit)
 
 
 class Keras3Adapter(inner_lib.Inner):
   """A wrapped `keras.optimizers.Optimizer`."""
 
-  _state_class = Keras3State
-  _scaling_class = Keras3LossScaling
   _is_dense_after_norm = True
   _index_attribute = "_trainable_variables_indices"
 
@@ -168,7 +93,7 @@ class Keras3Adapter(inner_lib.Inner):
     """Returns the Keras variable of a `tf.Variable`."""
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
-    whole = self.state.unsharded
+    whole = self.whole
     index = whole.index(variable)
     return variable if index is None else whole.trainable_variables[index]
 
@@ -200,6 +125,71 @@ class Keras3Adapter(inner_lib.Inner):
     """Adds gradients, counts the call and updates averages, all in Keras."""
     self.innermost.apply(list(grads), [self.as_built(v) for v in variables])
 
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one.
+
+    Keras joins the variable's name and the slot's name: "dense_kernel" and
+    "velocity" become "dense_kernel_velocity".
+    """
+    index = self.index(variable) if self.is_built else None
+    if index is None:
+      return {}
+    reference = self.trainable_variables[index]
+    path = getattr(reference, "path", None)
+    prefixes = [
+      str(name).replace("/", "_").replace(":", "_") + "_"
+      for name in (path, reference.name)
+      if name
+    ]
+    names, slots = [], []
+    # Each optimizer of a MultiOptimizer holds the slots of some variables.
+    for layer in keras_private.nested(self.innermost) or [
+      self.innermost
+    ]:
+      keys = (layer._var_key(reference), path, reference.name)
+      index = layer._trainable_variables_indices.get(keys[0])
+      if index is None:
+        continue
+      count = len(layer._trainable_variables)
+      for attribute, slot in inner_lib.slots_at(layer, index, count, keys):
+        name = slot.name
+        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
+        # Adafactor names its row and column statistics after the variable only.
+        names.append(kinds[0] if kinds else attribute.strip("_"))
+        slots.append(slot)
+    return dict(zip(names_lib.unique(names), slots, strict=True))
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    whole = self.whole
+    slots = (
+      whole.slots(v) for v in whole.trainable_variables if self.is_built
+    )
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
+
+  @property
+  def skips_overflows(self) -> bool:
+    """Whether there is a LossScaleOptimizer, inside or outside."""
+    is_inside = hasattr(self.optimizer, "dynamic_growth_steps")
+    return is_inside or self.outer_scaler is not None
+
+  @property
+  def divides_gradients(self) -> bool:
+    """Whether the optimizer divides gradients, as a LossScaleOptimizer does."""
+    return self.skips_overflows
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
+    if self.outer_scaler is None:
+      return self.optimizer.scale_loss(loss)
+    # The method of the class: `wrapper.outer_loss_scaling` has replaced the
+    # method of the instance.
+    return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
+
+  def scale_limit(self, limit: float) -> Any:
+    """Returns a limit times the loss scale, as gradients contain the scale."""
+    return self.scale_loss(limit)
+
   def _apply(
     self,
     grads: Sequence[Gradient],
@@ -221,7 +211,7 @@ class Keras3Adapter(inner_lib.Inner):
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
     variables = [self.as_built(v) for v in variables]
-    outer_scaler = self.scaling.outer_scaler
+    outer_scaler = self.outer_scaler
     type(outer_scaler).apply(outer_scaler, list(grads), variables)
 
 

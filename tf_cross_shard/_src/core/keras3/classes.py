@@ -55,7 +55,7 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
       RuntimeError: If you call it in the cross-replica context.
     """
     self._components.checks.check_place()
-    return self._inner.scaling.scale_loss(
+    return self._inner.scale_loss(
       self._components.step.scale(loss, loss_factor.GLOBAL)
     )
 

@@ -78,7 +78,7 @@ class Keras3Wrapper(wrapper_lib.OptimizerWrapper, keras.optimizers.Optimizer):
     if not grads:
       return
     if trainable_variables is None:
-      trainable_variables = self._inner.state.unsharded.trainable_variables
+      trainable_variables = self._inner.whole.trainable_variables
     trainable_variables = list(trainable_variables)
     if len(grads) != len(trainable_variables):
       raise ValueError(

@@ -20,11 +20,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tf_cross_shard._src.core.inner import loss_scaling
+from tf_cross_shard._src.core.inner import inner as inner_lib
 
 
 def install_outer_loss_scaler(
-  scaling: loss_scaling.LossScaling,
+  inner: inner_lib.Inner,
   outer_scaler: Any,
   methods: Mapping[str, Callable[..., Any]],
 ) -> None:
@@ -34,10 +34,10 @@ def install_outer_loss_scaler(
   optimizer. Our `methods` replace its methods of the same names.
   """
   # An earlier LossScaleOptimizer is not used any more.
-  scaling.outer_scaler = None
+  inner.outer_scaler = None
   # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
-  if not scaling.is_dynamic:
-    scaling.outer_scaler = outer_scaler
+  if not inner.skips_overflows:
+    inner.outer_scaler = outer_scaler
   vars(outer_scaler).update(methods)
 
 

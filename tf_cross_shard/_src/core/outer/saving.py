@@ -77,16 +77,16 @@ class SavedState(Wrapping):
 
   def set_weights(self, weights: Any) -> None:
     """Assigns values to the wrapped optimizer's variables, in order."""
-    self._inner.state.unsharded.set_weights(weights)
+    self._inner.whole.set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the wrapped optimizer would save."""
     self._before_saving()
-    self._inner.state.unsharded.save_own_variables(store)
+    self._inner.whole.save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
     """Loads what the wrapped optimizer saved, wrapped or not."""
-    self._inner.state.unsharded.load_own_variables(store)
+    self._inner.whole.load_own_variables(store)
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Returns settings and state, to be pickled or copied."""
@@ -96,7 +96,7 @@ class SavedState(Wrapping):
     if not (inner.is_built and excluded):
       excluded = exclusions.current(inner, excluded)
     current = [
-      (variables_lib.path_of(v), v.numpy()) for v in inner.state.all_variables
+      (variables_lib.path_of(v), v.numpy()) for v in inner.all_variables
     ]
     # A value that still waits for its variable is saved unchanged.
     waiting = enumerate(own.unrestored)
@@ -114,7 +114,7 @@ class SavedState(Wrapping):
     that is assigned becomes None in the list, because its variable may change
     before the slots are created.
     """
-    variables = self._inner.state.all_variables
+    variables = self._inner.all_variables
     complete = len(variables) == len(state)
     waiting = list(state)
     for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
@@ -139,7 +139,7 @@ class SavedState(Wrapping):
     While Keras' constructor runs, it is the wrapper itself.
     """
     own = components.components_of(self)
-    return super() if own is None else own.inner.state.checkpointed
+    return super() if own is None else own.inner.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
     """Returns the children that a checkpoint saves."""

@@ -181,7 +181,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   @property
   def variables(self) -> VariableList:
     """The variables of the wrapped optimizer only."""
-    return VariableList(self._inner.state.unsharded.variables)
+    return VariableList(self._inner.whole.variables)
 
   def get_name(self) -> str:
     """Returns the name given to the constructor."""
@@ -210,11 +210,11 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       TypeError: If `var` is not a variable.
     """
     validation.check_variable("var", var)
-    return self._inner.state.unsharded.view(var, name)
+    return self._inner.whole.view(var, name)
 
   def get_slot_names(self) -> list[str]:
     """Returns the names of all slots; empty before the optimizer is built."""
-    return self._inner.state.slot_names()
+    return self._inner.slot_names()
 
   def build(self, variables: Any) -> None:
     """Creates the wrapped optimizer's slots.
@@ -231,7 +231,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
         this method in one of several replicas. Only the slots of that replica
         would receive the values.
     """
-    checkpointed = self._inner.state.checkpointed
+    checkpointed = self._inner.checkpointed
     own, variables = self._components, list(variables)
     has_waiting_values = own.unrestored or getattr(
       checkpointed, "has_waiting_values", False

@@ -24,112 +24,9 @@ from tf_cross_shard._src.core.inner import names as names_lib
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
 
-class TfKerasState(state.State):
-  """The state of a `tf_keras.optimizers.Optimizer`."""
-
-  def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name; empty for an unknown one."""
-    if not self._owner.is_built or self.index(variable) is None:
-      return {}
-    return self._slots_of(
-      self._owner.innermost._var_key(variable), variable.name
-    )
-
-  def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
-    keys = self._owner.innermost._index_dict if self._owner.is_built else ()
-    slots = map(self._slots_of, keys)
-    return list(dict.fromkeys(name for by_name in slots for name in by_name))
-
-  def _slots_of(self, *keys: Any) -> dict[str, Any]:
-    """Returns the slots, by name, of the variable that has these keys.
-
-    The first key is Keras' own. The variable may lack the other keys.
-    """
-    places = self._owner.innermost._index_dict
-    index, count = places[keys[0]], len(places)
-    found = inner_lib.slots_at(self._owner.innermost, index, count, keys)
-    slots = [slot for _, slot in found]
-    # "m/dense/kernel:0" is the slot "m" of "dense/kernel" in Adam.
-    names = names_lib.unique([slot.name.split("/")[0] for slot in slots])
-    return dict(zip(names, slots, strict=True))
-
-
-class LegacyState(TfKerasState):
-  """The state of a `tf_keras.optimizers.legacy.Optimizer`."""
-
-  def knows(self, variable: Any) -> bool:
-    """Returns True: legacy optimizers accept any variable at any time."""
-    return True
-
-  def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name; empty for an unknown one."""
-    slots = {}
-    for name in self._owner.innermost.get_slot_names():
-      # The object is not a variable, or it has no slots.
-      with contextlib.suppress(AttributeError, KeyError):
-        slots[name] = self._owner.innermost.get_slot(variable, name)
-    return slots
-
-  def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
-    return list(self._optimizer.get_slot_names())
-
-  def save_own_variables(self, store: Any) -> None:
-    """Saves the variables in the form of Keras' other optimizers."""
-    for i, variable in enumerate(self.variables):
-      store[str(i)] = variable.numpy()
-
-  def load_own_variables(self, store: Any) -> None:
-    """Loads saved variables; Keras checks their number and shapes."""
-    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
-
-
-class TfKerasLossScaling(loss_scaling.LossScaling):
-  """The loss scale of tf_keras' LossScaleOptimizer, inside or outside.
-
-  The user multiplies the loss by the loss scale and divides the gradients by
-  the loss scale. So our optimizer gets gradients without the loss scale.
-  """
-
-  @property
-  def is_dynamic(self) -> bool:
-    """Whether the scale changes after a step that overflows."""
-    return bool(getattr(self._scaler, "dynamic", False))
-
-  @property
-  def _scaler(self) -> Any:
-    """The LossScaleOptimizer, outside or inside, dynamic or not; or None."""
-    is_inside = hasattr(self._optimizer, "get_scaled_loss")
-    return self.outer_scaler or (self._optimizer if is_inside else None)
-
-  def scale_loss(self, loss: Any) -> Any:
-    """Multiplies a loss by the loss scale."""
-    scaler = self._scaler
-    if scaler is None:
-      return loss
-    # The method of the class: `wrapper.outer_loss_scaling` may have replaced
-    # the method of the instance.
-    return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
-
-  def wire_scale(self) -> Any:
-    """Returns the loss scale, by which gradients are divided."""
-    scaler = self._scaler
-    return None if scaler is None else scaler.loss_scale
-
-  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
-    """Divides gradients by the loss scale; `apply_gradients` does not do it."""
-    scaler = self._scaler
-    if scaler is None:
-      return list(grads)
-    return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
-
-
 class TfKerasAdapter(inner_lib.Inner):
   """A wrapped `tf_keras.optimizers.Optimizer`."""
 
-  _state_class = TfKerasState
-  _scaling_class = TfKerasLossScaling
   _is_dense_after_norm = False
   _index_attribute = "_index_dict"
   # The methods that compute gradients. The first method calls the others.
@@ -206,6 +103,68 @@ class TfKerasAdapter(inner_lib.Inner):
         f" {self._gradient_methods[0]}() or apply_gradients()."
       )
 
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one."""
+    if not self.is_built or self.index(variable) is None:
+      return {}
+    return self._slots_of(
+      self.innermost._var_key(variable), variable.name
+    )
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    keys = self.innermost._index_dict if self.is_built else ()
+    slots = map(self._slots_of, keys)
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
+
+  def _slots_of(self, *keys: Any) -> dict[str, Any]:
+    """Returns the slots, by name, of the variable that has these keys.
+
+    The first key is Keras' own. The variable may lack the other keys.
+    """
+    places = self.innermost._index_dict
+    index, count = places[keys[0]], len(places)
+    found = inner_lib.slots_at(self.innermost, index, count, keys)
+    slots = [slot for _, slot in found]
+    # "m/dense/kernel:0" is the slot "m" of "dense/kernel" in Adam.
+    names = names_lib.unique([slot.name.split("/")[0] for slot in slots])
+    return dict(zip(names, slots, strict=True))
+
+  # The user multiplies the loss by the loss scale and divides the gradients by
+  # the loss scale. So our optimizer gets gradients without the loss scale.
+
+  @property
+  def skips_overflows(self) -> bool:
+    """Whether the scale changes after a step that overflows."""
+    return bool(getattr(self._scaler, "dynamic", False))
+
+  @property
+  def _scaler(self) -> Any:
+    """The LossScaleOptimizer, outside or inside, dynamic or not; or None."""
+    is_inside = hasattr(self.optimizer, "get_scaled_loss")
+    return self.outer_scaler or (self.optimizer if is_inside else None)
+
+  def scale_loss(self, loss: Any) -> Any:
+    """Multiplies a loss by the loss scale."""
+    scaler = self._scaler
+    if scaler is None:
+      return loss
+    # The method of the class: `wrapper.outer_loss_scaling` may have replaced
+    # the method of the instance.
+    return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
+
+  def wire_scale(self) -> Any:
+    """Returns the loss scale, by which gradients are divided."""
+    scaler = self._scaler
+    return None if scaler is None else scaler.loss_scale
+
+  def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
+    """Divides gradients by the loss scale; `apply_gradients` does not do it."""
+    scaler = self._scaler
+    if scaler is None:
+      return list(grads)
+    return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
+
   def _apply(
     self,
     grads: Sequence[Gradient],
@@ -240,7 +199,7 @@ class TfKerasAdapter(inner_lib.Inner):
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
     pairs = zip(grads, variables, strict=True)
-    outer_scaler = self.scaling.outer_scaler
+    outer_scaler = self.outer_scaler
     type(outer_scaler).apply_gradients(
       outer_scaler, pairs, skip_gradients_aggregation=True
     )
@@ -249,7 +208,6 @@ class TfKerasAdapter(inner_lib.Inner):
 class LegacyOptimizer(TfKerasAdapter):
   """A wrapped `tf_keras.optimizers.legacy.Optimizer`."""
 
-  _state_class = LegacyState
   _gradient_methods = (
     "_compute_gradients",
     "_get_gradients",
@@ -268,6 +226,32 @@ class LegacyOptimizer(TfKerasAdapter):
   def is_built(self) -> bool:
     """Whether slots exist; legacy optimizers create more whenever needed."""
     return bool(self._trainable)
+
+  def knows(self, variable: Any) -> bool:
+    """Returns True: legacy optimizers accept any variable at any time."""
+    return True
+
+  def slots(self, variable: Any) -> dict[str, Any]:
+    """Returns the slots of a variable by name; empty for an unknown one."""
+    slots = {}
+    for name in self.innermost.get_slot_names():
+      # The object is not a variable, or it has no slots.
+      with contextlib.suppress(AttributeError, KeyError):
+        slots[name] = self.innermost.get_slot(variable, name)
+    return slots
+
+  def slot_names(self) -> list[str]:
+    """Returns the name of every slot, once."""
+    return list(self.optimizer.get_slot_names())
+
+  def save_own_variables(self, store: Any) -> None:
+    """Saves the variables in the form of Keras' other optimizers."""
+    for i, variable in enumerate(self.variables):
+      store[str(i)] = variable.numpy()
+
+  def load_own_variables(self, store: Any) -> None:
+    """Loads saved variables; Keras checks their number and shapes."""
+    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Does nothing: legacy optimizers average no weights."""

@@ -48,7 +48,7 @@ class TfKerasWrapper(
     It accepts any object, because a checkpoint asks for the slots of everything
     that it saves.
     """
-    return self._inner.state.unsharded.view(var, name)
+    return self._inner.whole.view(var, name)
 
   def __dir__(self) -> list[str]:
     """Returns also the names by which a checkpoint finds legacy slots."""
@@ -164,7 +164,7 @@ class TfKerasWrapper(
     """
     return {
       "get_scaled_loss": self._scaled_loss,
-      "get_unscaled_gradients": self._inner.scaling.unscale,
+      "get_unscaled_gradients": self._inner.unscale,
       "compute_gradients": lambda loss, var_list, tape=None: (
         self.compute_gradients(loss, var_list, tape=tape)
       ),
@@ -180,7 +180,7 @@ class TfKerasWrapper(
     """Scales a loss by the loss scale and by the factor of the mean."""
     if callable(loss):
       return lambda: self._scaled_loss(loss())
-    return self._inner.scaling.scale_loss(self.scale_loss(loss))
+    return self._inner.scale_loss(self.scale_loss(loss))
 
   def _apply_around(
     self,

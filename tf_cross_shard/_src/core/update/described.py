@@ -156,7 +156,7 @@ class DescribedUpdate:
       elements=(size,) * self._members,
       owner=None,
       bytes_sent=None if is_sparse and self._members > 1 else sent,
-      state_bytes=num_bytes(self._inner.state.slots(variable).values()),
+      state_bytes=num_bytes(self._inner.slots(variable).values()),
     )
 
   def _sharded_row(
@@ -171,7 +171,7 @@ class DescribedUpdate:
     member = layout.owners.get(index, 0)
     updated = variable if bucket.shard is None else bucket.shard
     way = ways[member][id(updated)]
-    kept = num_bytes(self._inner.state.slots(updated).values())
+    kept = num_bytes(self._inner.slots(updated).values())
     if bucket.shard is not None:
       # A member keeps one n-th of the weight's elements, on average.
       kept += num_bytes([bucket.shard])

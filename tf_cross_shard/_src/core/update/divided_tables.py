@@ -94,7 +94,7 @@ def clip_whole_tables(
   for name, limit in clipping.limits_of(context.inner.innermost).items():
     if limit is None:
       continue
-    limit = context.inner.scaling.scale_limit(limit)
+    limit = context.inner.scale_limit(limit)
     if name == "clipvalue":
       return clipping.clip(
         sums, clipvalue=limit, keep_infinite=context.may_skip

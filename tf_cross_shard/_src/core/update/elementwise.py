@@ -147,7 +147,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     """Returns sums clipped by `opt.clipnorm` and `opt.global_clipnorm`."""
     limit = clipping.limits_of(self.inner.innermost)["clipnorm"]
     if limit is not None:
-      limit = self.inner.scaling.scale_limit(limit)
+      limit = self.inner.scale_limit(limit)
       parts = self._clip_each_weight(parts, limit)
       table_sums = clipping.clip(table_sums, clipnorm=limit)
     return super()._clip_sums(parts, table_sums)

@@ -168,7 +168,7 @@ class ReplicatedUpdate(Update):
     # The slots of a divided table are divided in the same way.
     for variable in variables:
       if (owned := divided_rows.of(variable)) is not None:
-        for slot in self.inner.state.slots(variable).values():
+        for slot in self.inner.slots(variable).values():
           divided_rows.mark(slot, owned)
     if self.engine.groups.group_size == 1:
       return None

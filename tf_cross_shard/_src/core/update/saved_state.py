@@ -171,7 +171,7 @@ class PlainState:
     names = {
       id(slot): name
       for variable in inner.trainable_variables
-      for name, slot in inner.state.slots(variable).items()
+      for name, slot in inner.slots(variable).items()
     }
     # Replace the template's slots by whole slots.
     self._slots: list[dict[str, Any]] = [{} for _ in weights]
@@ -301,7 +301,7 @@ def of_owners(
     ValueError: If a variable of the optimizer cannot be matched to exactly one
       weight, so its owner is not known.
   """
-  slots = [list(inner.state.slots(weight).items()) for weight in weights]
+  slots = [list(inner.slots(weight).items()) for weight in weights]
   known = {id(slot) for of_weight in slots for _, slot in of_weight}
   for variable in names_lib.listed(inner.optimizer):
     # Scalars, such as counts, are equal on all members.
@@ -342,7 +342,7 @@ def of_divided_tables(
       return slot, slot
     return slot, whole_slots.DividedSlot(slot, owned, engine)
 
-  slots = [list(inner.state.slots(weight).items()) for weight in weights]
+  slots = [list(inner.slots(weight).items()) for weight in weights]
   template = Template(inner.optimizer, weights, slots)
   return PlainState(inner, weights, template, find_slot)
 

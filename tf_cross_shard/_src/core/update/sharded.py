@@ -350,7 +350,7 @@ class ShardedUpdate(replicated.Update):
       )
     ]
     [total] = self.engine.all_reduce_sum([tf.add_n(squares)])  # ||g||^2
-    limit = self.inner.scaling.scale_limit(limit)
+    limit = self.inner.scale_limit(limit)
     scale = clipping.scale_to(limit, total)
     return [row_sparse.times(grad, scale) for grad in sums]
 
