@@ -4,31 +4,27 @@ import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from tf_cross_shard_cli import launch
 
 
-def start(
-  count: int, timeout: float, flags: Sequence[str] = ()
-) -> dict[str, Any]:
+def start(count: int, timeout: float) -> dict[str, Any]:
   """Starts this program as workers; returns what the first of them measured.
 
-  Each worker has the arguments of this process, and then `flags`. The first
-  worker writes its results to the file of the flag `--json`.
+  Each worker has the arguments of this process. The first worker writes its
+  results to the file of the flag `--json`.
 
   Args:
     count: The number of workers.
     timeout: Seconds until the workers are killed as hung.
-    flags: More arguments of the workers.
 
   Raises:
     RuntimeError: If the workers failed or were killed.
   """
   with tempfile.TemporaryDirectory() as folder:
     result = pathlib.Path(folder, "result.json")
-    command = [sys.executable, *sys.argv, *flags, f"--json={result}"]
+    command = [sys.executable, *sys.argv, f"--json={result}"]
     launch.launch(command, count, timeout=timeout)
     if not result.exists():
       raise RuntimeError(

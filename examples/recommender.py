@@ -2,7 +2,6 @@
 
     python examples/recommender.py
     python examples/recommender.py --replicas=4 --groups=2 --nolazy_rows
-    python examples/recommender.py --replicas=4 --sharded
 
 Each query and each item has a vector, which is a row of an embedding table. The
 model learns that the vectors of a clicked pair have a large product. The other
@@ -19,7 +18,6 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,9 +45,6 @@ _REPLICAS = flags.DEFINE_integer("replicas", 1, "Number of devices.", 1)
 _GROUPS = flags.DEFINE_integer("groups", 1, "Groups; divides --replicas.", 1)
 _LAZY = flags.DEFINE_bool(
   "lazy_rows", True, "Let Adam update only the rows of a batch."
-)
-_SHARDED = flags.DEFINE_bool(
-  "sharded", False, "Divide the tables among the replicas of a group."
 )
 _ITEMS = flags.DEFINE_integer(
   "items", 100_000, "Number of generated items.", 10
@@ -127,10 +122,6 @@ def train(
   assignment = groups.contiguous(count, count // _GROUPS.value)
   with strategy.scope():
     embedding = layers.Embedding if ours else tf.keras.layers.Embedding
-    if ours and _SHARDED.value:
-      embedding = functools.partial(
-        layers.ShardedEmbedding, group_assignment=assignment
-      )
     model = TwoTowers(*sizes, embedding)
     optimizer = tf.keras.optimizers.Adam(0.01)
     if ours:

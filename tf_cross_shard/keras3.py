@@ -27,7 +27,6 @@ from tf_cross_shard._src.core.keras3.classes import (
 from tf_cross_shard._src.layers.keras3 import (
   Embedding,
   GroupDropout,
-  ShardedEmbedding,
   SyncBatchNormalization,
 )
 from tf_cross_shard._src.towers.keras3 import TowerOptimizer
@@ -37,7 +36,6 @@ __all__ = [
   "Embedding",
   "GroupDropout",
   "PerGroup",
-  "ShardedEmbedding",
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]

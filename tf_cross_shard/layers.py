@@ -1,7 +1,6 @@
 """Keras layers for embedding tables and for groups.
 
 - `Embedding`: Keras' layer, but it reads only the rows that a batch looks up
-- `ShardedEmbedding`: an embedding whose rows are divided among replicas
 - `embedding_lookup`: the lookup of `Embedding` as a function, for your own
   layers
 - `GroupDropout`: dropout with a rate for each group
@@ -23,21 +22,18 @@ if _versions.uses_tf_keras():
   from tf_cross_shard._src.layers.tf_keras import (
     Embedding,
     GroupDropout,
-    ShardedEmbedding,
     SyncBatchNormalization,
   )
 else:
   from tf_cross_shard._src.layers.keras3 import (
     Embedding,
     GroupDropout,
-    ShardedEmbedding,
     SyncBatchNormalization,
   )
 
 __all__ = [
   "Embedding",
   "GroupDropout",
-  "ShardedEmbedding",
   "SyncBatchNormalization",
   "embedding_lookup",
 ]

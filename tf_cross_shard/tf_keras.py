@@ -28,7 +28,6 @@ from tf_cross_shard._src.core.tf_keras.classes import (
 from tf_cross_shard._src.layers.tf_keras import (
   Embedding,
   GroupDropout,
-  ShardedEmbedding,
   SyncBatchNormalization,
 )
 from tf_cross_shard._src.towers.tf_keras import TowerOptimizer
@@ -38,7 +37,6 @@ __all__ = [
   "Embedding",
   "GroupDropout",
   "PerGroup",
-  "ShardedEmbedding",
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]

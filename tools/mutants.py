@@ -82,8 +82,6 @@ MUTANTS = [
   Mutant("the gradient seed is not scaled", "_src/core/gradients/differentiate.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/core/gradients/differentiation unit/core/optimizer"),
   # Sums over groups.
   Mutant("a replica receives another group's sum", "_src/core/reduce/mirrored.py", "by_group[self.groups.index_of(replica)]", "by_group[self.groups.index_of(replica) - 1]", "unit/core/reduce/mirrored"),
-  Mutant("rows of divided tables are updated with half of their gradients", "_src/layers/row_exchange.py", "return engine.exchange_rows(of_rows, sent)", "return engine.exchange_rows(of_rows, sent) * 0.5", "unit/layers/sharded_embedding"),
-  Mutant("a divided table is clipped by the norm of one part", "_src/core/update/divided_tables.py", "[totals] = context.engine.all_reduce_sum([of_parts])", "totals = of_parts", "unit/layers/sharded_embedding"),
   Mutant("gradients are summed twice", "_src/core/reduce/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/reduce/wire"),
   Mutant("dense gradients are not summed", "_src/core/reduce/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/reduce/wire"),
   Mutant("row-sparse gradients are not summed", "_src/core/reduce/wire.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/core/reduce/wire"),

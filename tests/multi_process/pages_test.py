@@ -26,7 +26,6 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/mixed_precision.md": 2,
   "docs/recipes.md": 1,
   "docs/saving.md": 1,
-  "docs/sharded_tables.md": 1,
   "docs/ten_minutes.md": 1,
   "docs/towers.md": 1,
   "docs/trials.md": 2,

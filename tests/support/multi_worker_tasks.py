@@ -20,7 +20,6 @@ from tests.support import (
   multi_worker_faults,
   random_programs,
   replica_state_workers,
-  table_tasks,
 )
 from tf_cross_shard import multi_worker
 from tf_cross_shard._src.core.workers import agreement
@@ -141,17 +140,6 @@ def local_replicas(steps: int, folder: pathlib.Path) -> dict[str, Any]:
   return found
 
 
-def divided_tables(folder: pathlib.Path, has_two: bool) -> dict[Any, Any]:
-  """Returns tables that workers with one or two replicas have trained."""
-  strategy = two_replicas_each() if has_two else strategy_of("own")
-  return table_tasks.run(strategy, folder)
-
-
-def fitted_tables(folder: pathlib.Path, killed_after: int | None) -> Any:
-  """Returns a model with a divided table that workers have fitted."""
-  return table_tasks.fit(strategy_of("own"), folder, killed_after)
-
-
 def one_after_the_other(delay: float) -> list[Any]:
   """Sums gradients under two strategies, one after the other.
 
@@ -216,8 +204,6 @@ TASKS: dict[str, Callable[..., Any]] = {
     stall,
     resume,
     local_replicas,
-    divided_tables,
-    fitted_tables,
     two,
     random,
     program,

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.replica_state import archive
 
 DTYPES = (
@@ -63,33 +62,6 @@ def test_arrays_come_back(tmp_path: pathlib.Path) -> None:
   with np.load(tmp_path / "a", allow_pickle=False) as plain:
     matrix = plain["bfloat16/matrix"].view(ml_dtypes.bfloat16)
     assert matrix.tolist() == given["bfloat16/matrix"].tolist()
-
-
-@pytest.mark.parametrize(
-  ("dtype", "lengths"), [("float32", [2, 2, 2, 1]), ("bfloat16", [4, 3])]
-)
-def test_blocks_give_the_same_file(
-  dtype: str, lengths: list[int], tmp_path: pathlib.Path
-) -> None:
-  array = np.arange(14).reshape(7, 2).astype(getattr(ml_dtypes, dtype, dtype))
-  blocks = iter([array[:3], array[3:6], array[6:]])
-  archive.write(tmp_path / "a", {"x/y": array}, {})
-  lazy = archive.Blocks(array.dtype, array.shape, blocks)
-  archive.write(tmp_path / "b", {"x/y": lazy}, {})
-  with (
-    archive.reading(tmp_path / "a") as one,
-    archive.reading(tmp_path / "b") as other,
-    mock.patch.object(replicas_lib, "_MOST_WORDS", 4),  # 16 bytes
-  ):
-    assert one.checksum == other.checksum
-    found = other.in_blocks("x/y")
-    assert (found.dtype, found.shape) == (array.dtype, array.shape)
-    read = list(found.blocks)
-  assert list(map(len, read)) == lengths
-  assert np.concatenate(read).tobytes() == array.tobytes()
-  np.testing.assert_array_equal(
-    np.load(tmp_path / "b")["x/y"], np.load(tmp_path / "a")["x/y"]
-  )
 
 
 def test_the_checksum_is_that_of_what_is_in_it(tmp_path: pathlib.Path) -> None:

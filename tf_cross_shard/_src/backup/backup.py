@@ -304,7 +304,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     state.compare_workers("a backup")
     differing = state.names_that_differ("a backup")
-    arrays = state.arrays(differing, own=True, in_blocks=True)
+    arrays = state.arrays(differing, own=True)
     for key, value in group_callback.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)
     if batch:

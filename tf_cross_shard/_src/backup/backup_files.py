@@ -143,7 +143,7 @@ class BackupFiles:
   def write(
     self,
     name: str,
-    arrays: archive.Arrays,
+    arrays: Mapping[str, archive.Array],
     about: Mapping[str, Any],
   ) -> None:
     """Writes a backup into the folder of this worker."""

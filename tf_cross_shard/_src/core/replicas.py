@@ -10,20 +10,19 @@ same bits:
 """
 
 import hashlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import divided_rows, reduce
+from tf_cross_shard._src.core import reduce
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 
 Array = np.ndarray[Any, Any]
 
-# The maximum number of int32 words in one message, and in a block: 16 MiB.
+# The maximum number of int32 words in one all-gather: 16 MiB.
 _MOST_WORDS: Final = 1 << 22
 _DIGEST: Final = 16  # The size of a digest, in bytes.
 
@@ -66,18 +65,6 @@ def check_between_steps() -> None:
       " this call is inside a tf.function or a replica. Make the call outside"
       " `strategy.run`."
     )
-
-
-def row_blocks(shape: Sequence[int], itemsize: int) -> Iterator[range]:
-  """Yields the numbers of the rows of each block of an array.
-
-  >>> [list(rows) for rows in row_blocks([3, 1 << 20], 8)]
-  [[0, 1], [2]]
-  """
-  row_bytes = math.prod(shape[1:]) * itemsize
-  most = max(1, 4 * _MOST_WORDS // max(1, row_bytes))
-  for start in range(0, shape[0], most):
-    yield range(start, min(start + most, shape[0]))
 
 
 def are_alike(arrays: Iterable[Array]) -> bool:
@@ -132,18 +119,8 @@ class Copies:
       # value at a time would copy the whole slot for each replica.
       set_copies(arrays)
       return
-    is_divided = divided_rows.of(variable) is not None
     for copy, array in zip(self._copies(variable), arrays, strict=False):
-      if not is_divided:
-        copy.assign(array)
-        continue
-      # Its copies refuse `assign`, which optimizers call.
-      for rows in row_blocks(array.shape, array.itemsize):
-        tf.raw_ops.ResourceScatterUpdate(
-          resource=copy.handle,
-          indices=tf.range(rows.start, rows.stop),
-          updates=tf.constant(array[rows.start : rows.stop], copy.dtype),
-        )
+      copy.assign(array)
 
   def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies that the given replicas have."""
@@ -157,33 +134,6 @@ class Copies:
       copies = self.gather([_pad_rows(array, max(counts)) for array in own])
       copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
     return [copies[replica] for replica in replicas]
-
-  def blocks(
-    self, variable: Any, replica: int, is_here: bool = False
-  ) -> Iterator[Array]:
-    """Yields the rows of a replica's copy in blocks, which all workers receive.
-
-    All workers draw all blocks. If `is_here`, the replica is one of this
-    process, and only this process receives the blocks.
-    """
-    here, copies = self.engine.replicas_here, self._copies(variable)
-    is_here = is_here or len(here) == self.engine.num_replicas
-    dtype = tf.as_dtype(native(variable).dtype).as_numpy_dtype
-    for rows in row_blocks(copies[0].shape, np.dtype(dtype).itemsize):
-      if replica in here:
-        # Not a slice: after a sparse update, TensorFlow copies the whole
-        # variable to read it.
-        copy = copies[replica - here.start]
-        own = copy.sparse_read(tf.range(rows.start, rows.stop)).numpy()
-      else:
-        own = np.zeros([len(rows), *copies[0].shape[1:]], dtype)
-      if is_here:
-        yield own
-        continue
-      # The other replicas add zeros to the words of the block.
-      zeros = [np.zeros_like(own)] * len(here)
-      words = _to_words([own, *zeros[1:]])
-      yield _from_words(self._exchange(words, adds=True), own)
 
   def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
     """Returns a hash of each copy: for each variable, one for each replica.
@@ -219,18 +169,18 @@ class Copies:
     words = _to_words(own)
     parts = [np.zeros([engine.num_replicas, 0], np.int32)]
     for start in range(0, words.shape[1], _MOST_WORDS):
-      joined = self._exchange(words[:, start : start + _MOST_WORDS], adds=False)
+      joined = self._gather_words(words[:, start : start + _MOST_WORDS])
       parts.append(joined.reshape([engine.num_replicas, -1]))
     return [_from_words(row, own[0]) for row in np.concatenate(parts, axis=1)]
 
-  def _exchange(self, words: Array, adds: bool) -> Array:
-    """Returns the words of all replicas: their sum, or all concatenated.
+  def _gather_words(self, words: Array) -> Array:
+    """Returns the words of all replicas, concatenated.
 
     `words` is `[replicas here, n]`: one row for each replica of this process.
     """
     strategy = self.engine.strategy
     try:
-      result = _exchange_words(strategy, tf.constant(words), adds)
+      result = _gather_words(strategy, tf.constant(words))
       [first, *_] = strategy.experimental_local_results(result)
       return first.numpy()
     except tf.errors.OpError as error:
@@ -263,15 +213,13 @@ def _pad_rows(array: Array, rows: int) -> Array:
 
 # At module level, so that it is traced once and not in every call.
 @tf.function(autograph=False, reduce_retracing=True)
-def _exchange_words(
-  strategy: tf.distribute.Strategy, words: tf.Tensor, adds: bool
-) -> Any:
-  """Sums or gathers rows; each replica returns what `_exchange` returns."""
+def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
+  """Gathers rows; each replica returns the rows of all, concatenated."""
   engine = reduce.for_strategy(strategy)
 
-  def exchange_own() -> tf.Tensor:
+  def gather_own() -> tf.Tensor:
     context = tf.distribute.get_replica_context()
     row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
-    return (engine.all_reduce_sum if adds else engine.all_gather)([row])[0]
+    return engine.all_gather([row])[0]
 
-  return strategy.run(exchange_own)
+  return strategy.run(gather_own)

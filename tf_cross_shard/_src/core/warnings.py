@@ -27,7 +27,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
@@ -142,7 +141,6 @@ class GroupWarnings:
       earlier = getattr(variable, _TRAINED_BY, groups)
       if (
         earlier != groups
-        and divided_rows.of(variable) is None
         and self._is_one_process
         and replicas_lib.is_between_steps()
       ):

@@ -16,7 +16,6 @@ from tf_cross_shard._src.layers import (
   embedding_lookup,
   group_batch_norm,
   group_dropout,
-  sharded_embedding,
 )
 
 
@@ -79,34 +78,3 @@ class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
   def _next_seed(self) -> tf.Tensor:
     """Returns the next seed of Keras' generator."""
     return tf.cast(self._seeds.next(), tf.int32)
-
-
-@keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
-class ShardedEmbedding(sharded_embedding.ShardedTable, keras.layers.Layer):
-  """An embedding table whose rows are divided among the members of a group.
-
-  >>> import tensorflow as tf
-  >>> layer = ShardedEmbedding(1000, 2, embeddings_initializer="ones")
-  >>> layer(tf.constant([[3, 7]])).shape
-  TensorShape([1, 2, 2])
-  """
-
-  _keras = keras
-
-  @property
-  def embeddings(self) -> Any:
-    """The variable whose copies are the parts of the table."""
-    return self._embeddings
-
-  def _make_table(self, shape: tuple[int, int]) -> None:
-    """Creates the variable of zeros, under the name of Keras' `Embedding`."""
-    self._embeddings = self.add_weight(
-      shape=shape, initializer="zeros", autocast=False, name="embeddings"
-    )
-
-  def compute_output_spec(self, inputs: Any, **_: Any) -> Any:
-    """Returns the shape and dtype of the rows."""
-    is_ragged = getattr(inputs, "ragged", False) and self.combiner is None
-    shape = self.compute_output_shape(inputs.shape)
-    return keras.KerasTensor(shape, self.compute_dtype, ragged=is_ragged)

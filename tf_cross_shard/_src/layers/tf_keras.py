@@ -17,7 +17,6 @@ from tf_cross_shard._src.layers import (
   embedding_lookup,
   group_batch_norm,
   group_dropout,
-  sharded_embedding,
 )
 
 
@@ -93,27 +92,3 @@ class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
     seed = tf.identity(self._seeds)
     self._seeds.assign_add(tf.constant([0, 1], tf.int64))
     return seed
-
-
-@keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
-class ShardedEmbedding(sharded_embedding.ShardedTable, keras.layers.Layer):
-  """An embedding table whose rows are divided among the members of a group.
-
-  >>> import tensorflow as tf
-  >>> layer = ShardedEmbedding(1000, 2, embeddings_initializer="ones")
-  >>> layer(tf.constant([[3, 7]])).shape
-  TensorShape([1, 2, 2])
-  """
-
-  _keras = keras
-
-  def __init__(self, *args: Any, **kwargs: Any) -> None:
-    """Creates the layer, which does not cast its inputs."""
-    super().__init__(*args, autocast=False, **kwargs)
-
-  def _make_table(self, shape: tuple[int, int]) -> None:
-    """Creates the variable of zeros."""
-    self.embeddings = self.add_weight(
-      "embeddings", shape, initializer="zeros", experimental_autocast=False
-    )

@@ -5,27 +5,22 @@ each array, so a damaged file is detected before any value is used. Arrays
 of dtypes that NumPy lacks (bfloat16, float8) are stored as unsigned integers of
 the same size. One more entry, in JSON, names the dtypes of the arrays and
 describes the contents of the file.
-
-A `Blocks` stands for an array that is too large to exist as a whole. Its rows
-are written to and read from the file one block at a time.
 """
 
 import contextlib
 import errno
 import json
-import math
 import os
 import pathlib
 import secrets
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
-from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
 Array = np.ndarray[Any, Any]
@@ -43,32 +38,14 @@ class CheckpointError(ValueError):
   """Raised if a checkpoint is damaged or does not match the program."""
 
 
-class Blocks(NamedTuple):
-  """An array of at least one dimension that never exists as a whole.
-
-  Attributes:
-    dtype: The dtype of the array.
-    shape: The shape of the array.
-    blocks: Yields the rows in blocks, from the first row to the last, once.
-  """
-
-  dtype: np.dtype[Any]
-  shape: tuple[int, ...]
-  blocks: Iterator[Array]
-
-
-Arrays = Mapping[str, Array | Blocks]
-
-
 def write(
-  path: paths_lib.Path, arrays: Arrays, about: Mapping[str, Any]
+  path: paths_lib.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
 ) -> None:
   """Writes a file atomically: a crash leaves the previous file unchanged.
 
   Args:
     path: The file. A previous file is replaced when the new one is complete.
-    arrays: The arrays by name, of any dtype and shape. They are written in
-      this order.
+    arrays: The arrays by name, of any dtype and shape.
     about: A description of the file, of values that JSON can encode.
 
   Raises:
@@ -77,7 +54,8 @@ def write(
   path = path.resolve()  # Replace the target of a symbolic link, not the link.
   dtypes = {name: array.dtype.name for name, array in arrays.items()}
   text = json.dumps({**about, "dtypes": dtypes})
-  entries: Arrays = {_ABOUT: np.array(text), **arrays}
+  entries: dict[str, Any] = {_ABOUT: np.array(text)}
+  entries |= {name: _as_plain(array) for name, array in arrays.items()}
   # The partial file is in the same folder, because `replace` is atomic only
   # within one file system. It is not created by tempfile, because only the
   # owner of tempfile's files can read them.
@@ -105,11 +83,11 @@ def write(
         os.close(folder)
 
 
-def _write_whole(path: paths_lib.Path, entries: Arrays) -> None:
+def _write_whole(path: paths_lib.Path, entries: Mapping[str, Any]) -> None:
   """Writes a file; a local one is on the disk when this function returns."""
   if isinstance(path, pathlib.Path):
     with path.open("xb") as file:
-      _write_entries(file, entries)
+      np.savez(file, **entries)
       file.flush()
       os.fsync(file.fileno())
     return
@@ -117,26 +95,7 @@ def _write_whole(path: paths_lib.Path, entries: Arrays) -> None:
   # incomplete for a moment. `is_complete` detects this, because the directory
   # of a zip file is at the end of the file.
   with path.open("wb") as file:
-    _write_entries(file, entries)
-
-
-def _write_entries(file: Any, entries: Arrays) -> None:
-  """Writes what `np.savez` would write."""
-  with zipfile.ZipFile(file, "w") as container:
-    for name, array in entries.items():
-      with container.open(f"{name}.npy", "w", force_zip64=True) as entry:
-        if not isinstance(array, Blocks):
-          plain = np.asarray(array, order="C").view(_plain_dtype(array.dtype))
-          np.lib.format.write_array(entry, plain, allow_pickle=False)
-          continue
-        header = {
-          "descr": np.lib.format.dtype_to_descr(_plain_dtype(array.dtype)),
-          "fortran_order": False,
-          "shape": array.shape,
-        }
-        np.lib.format.write_array_header_1_0(entry, header)
-        for block in array.blocks:
-          entry.write(block.tobytes())
+    np.savez(file, **entries)
 
 
 def is_complete(path: paths_lib.RemotePath) -> bool:
@@ -163,7 +122,7 @@ class Archive(Mapping[str, Array]):
     self.path = path
     self.about: dict[str, Any] = json.loads(entries[_ABOUT].item())
     self._dtypes: dict[str, str] = self.about["dtypes"]
-    self._entries, self._container = entries, container
+    self._entries = entries
     if set(entries) != {_ABOUT, *self._dtypes}:
       raise ValueError("the arrays are not those that the file lists")
     checksums = [(i.filename, i.CRC) for i in container.infolist()]
@@ -171,31 +130,9 @@ class Archive(Mapping[str, Array]):
 
   def __getitem__(self, name: str) -> Array:
     """Reads an array, in the dtype in which it was written."""
-    array: Array = self._entries[name]
-    return array.view(self._dtype(name))
-
-  def in_blocks(self, name: str) -> Blocks:
-    """Reads an array of at least one dimension, one block at a time."""
-    entry = self._container.open(f"{name}.npy")
-    if np.lib.format.read_magic(entry) != (1, 0):
-      raise ValueError(f"{name} has an unknown format")
-    shape, is_fortran, plain = np.lib.format.read_array_header_1_0(entry)
-    if is_fortran or plain != _plain_dtype(self._dtype(name)) or not shape:
-      raise ValueError(f"{name} is not stored by rows")
-    dtype, row = self._dtype(name), shape[1:]
-
-    def read() -> Iterator[Array]:
-      with entry:
-        for rows in replicas_lib.row_blocks(shape, dtype.itemsize):
-          data = entry.read(len(rows) * math.prod(row) * dtype.itemsize)
-          yield np.frombuffer(data, dtype).reshape(len(rows), *row)
-
-    return Blocks(dtype, shape, read())
-
-  def _dtype(self, name: str) -> np.dtype[Any]:
-    """Returns the dtype in which an array was written."""
     dtype = self._dtypes[name]
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+    array: Array = self._entries[name]
+    return array.view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
 
   def __iter__(self) -> Iterator[str]:
     """Returns an iterator over the names of the arrays."""
@@ -265,8 +202,9 @@ def naming_damage(
     ) from error
 
 
-def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-  """Returns a dtype of the same size that every NumPy can read."""
-  if dtype.kind == "U" or (dtype.kind in "biufc" and dtype.isbuiltin == 1):
-    return dtype
-  return np.dtype(f"u{dtype.itemsize}")
+def _as_plain(array: Array) -> Array:
+  """Returns an array in a dtype that every NumPy can read."""
+  array = np.asarray(array, order="C")
+  if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
+    return array
+  return array.view(f"u{array.dtype.itemsize}")

@@ -7,9 +7,7 @@
 leaves the program unchanged.
 """
 
-import collections
 import contextlib
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -98,7 +96,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   state.compare_workers(topic)
   group_state.warn_if_collapsed(state.optimizer)
   differing = state.names_that_differ(topic)
-  state.write(target, topic, state.arrays(differing, in_blocks=True))
+  state.write(target, topic, state.arrays(differing))
 
 
 def restore(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -238,12 +236,6 @@ def values_of_group(
   If the file and `state` have different random number generators, the states of
   all generators are removed from `state`.
   """
-  for entry in state.entries:
-    if entry.division and entry.division.groups.group_size > 1:
-      raise CheckpointError(
-        f"`model` has `{entry.name}`, whose rows replicas divide. Create and"
-        " build it outside `strategy.scope()`; nothing was changed."
-      )
   with (
     archive.naming_damage(target, OSError),
     archive.reading(target) as file,
@@ -387,12 +379,6 @@ def _files_here(
     CheckpointError: If a group is in none of the files.
   """
   here = {state.groups.index_of(r) for r in state.copies.engine.replicas_here}
-  is_divided = bool(file.about.get("owned_rows"))
-  if "values" in file.about and is_divided and not _is_exact(file, state):
-    # Each worker has written the rows of its own members.
-    opened = [stack.enter_context(archive.reading(path)) for path in others]
-    whole: Any = _Joined([file, *opened])
-    return {i: (whole, i) for i in here}
   if "values" not in file.about:
     return {i: (file, i) for i in here}
   files: dict[int, tuple[archive.Archive, int]] = {}
@@ -414,25 +400,6 @@ def _files_here(
         f" {_saved_groups(file)}."
       )
     file = stack.enter_context(archive.reading(path))
-
-
-class _Joined(collections.ChainMap[str, archive.Array]):
-  """The arrays of the files of several workers, as if they were one file.
-
-  Attributes:
-    path: The file of this worker.
-    about: The description in this worker's file.
-  """
-
-  def __init__(self, files: Sequence[archive.Archive]) -> None:
-    """Joins files, the file of this worker first."""
-    super().__init__(*files)  # type: ignore[arg-type]  # It is only read.
-    self.path, self.about = files[0].path, files[0].about
-
-  def in_blocks(self, name: str) -> archive.Blocks:
-    """Reads an array of the first file that has it, in blocks."""
-    file: Any = next(file for file in self.maps if name in file)
-    return file.in_blocks(name)
 
 
 def _plan(
@@ -493,23 +460,17 @@ def values_here(
   values = []
   for replica in state.copies.engine.replicas_here:
     index = state.groups.index_of(replica)
-    member = state.member(entry, replica)
+    member = state.member(replica)
     if index not in saved:
       file, group = files[index]
-      here = state.copies.engine.replicas_here
-      own = [r for r in here if state.groups.index_of(r) == index]
-      places = [state.member(entry, r) for r in own]
-      saved[index] = _arrays(file, entry, group, places)
+      saved[index] = _arrays(file, entry, group)
     arrays = saved[index]
-    has_mean = not entry.division and group_state.has_mean(entry.variable)
-    if average_members and has_mean:
+    if average_members and group_state.has_mean(entry.variable):
       values.append(group_models.merged(entry, list(arrays.values())))
       continue
     other = list(arrays)[member % len(arrays)]
     values.append(arrays.get(member, arrays[other]))
-  exists_once = (
-    replicas_lib.strategy_of(entry.variable) is None and not entry.division
-  )
+  exists_once = replicas_lib.strategy_of(entry.variable) is None
   if exists_once and not replicas_lib.are_alike(values):
     raise CheckpointError(
       f"The checkpoint {file.path} holds one value of `{entry.name}` for each"
@@ -520,90 +481,23 @@ def values_here(
 
 
 def _arrays(
-  file: archive.Archive,
-  entry: group_state.Entry,
-  group: int,
-  places: Sequence[int] = (0,),
+  file: archive.Archive, entry: group_state.Entry, group: int
 ) -> dict[int, archive.Array]:
   """Returns a group's values of a variable by member; one if all are equal.
-
-  Of a divided table, these are the parts of the members at `places`.
 
   Raises:
     CheckpointError: If shape or dtype do not fit the variable.
   """
-  if entry.division or entry.name in file.about.get("owned_rows", {}):
-    return _parts(file, entry, group, places if entry.division else (0,))
   size = len(file.about["group_assignment"][0])
   keys = {j: group_state.key(entry.name, group, j) for j in range(size)}
   arrays = {j: file[key] for j, key in keys.items() if key in file}
   arrays = arrays or {0: file[group_state.key(entry.name, group)]}
   for array in arrays.values():
-    _check_kind(file, entry, array.dtype, array.shape)
+    kind = f"{array.dtype.name} {list(array.shape)}"
+    fits = entry.shape.is_compatible_with(array.shape)
+    if not fits or array.dtype.name != tf.as_dtype(entry.variable.dtype).name:
+      raise CheckpointError(
+        f"The checkpoint {file.path} holds `{entry.name}` as {kind}; the"
+        f" program has {entry.kind}. Restore with the same model."
+      )
   return arrays
-
-
-def _parts(
-  file: archive.Archive,
-  entry: group_state.Entry,
-  group: int,
-  places: Sequence[int],
-) -> dict[int, archive.Array]:
-  """Reads parts of a table that the file or the program divides, in blocks.
-
-  The file has m parts, and the program divides the table into n parts:
-
-      part j in the file, row k    ─▶  row i = j + k m of the table
-      row i of the table           ─▶  part i % n in the program, row i // n
-  """
-  # A table that is not divided is its only part.
-  n = entry.division.groups.group_size if entry.division else 1
-  m = len(file.about["group_assignment"][0])
-  rows = file.about.get("owned_rows", {}).get(entry.name)
-  keys = [group_state.key(entry.name, group, j) for j in range(m)]
-  if rows is None or m == 1:
-    m = 1
-    keys = [k for k in keys if k in file][:1]
-    keys = keys or [group_state.key(entry.name, group)]
-  needed = places if n == m else range(m)
-  if not all(keys[j] in file for j in needed):
-    found = sum(key in file for key in keys)
-    raise CheckpointError(
-      f"The backup {file.path.name} has {found} of {m} parts of"
-      f" `{entry.name}`. Let all workers see one folder with the files of all"
-      " workers."
-    )
-  parts: dict[int, archive.Array] = {}
-  for j in needed:
-    part = file.in_blocks(keys[j])
-    total = part.shape[0] if rows is None else rows
-    if part.shape[0] != -(-total // m):
-      raise ValueError(f"{keys[j]} has {part.shape[0]} of {total} rows")
-    _check_kind(file, entry, part.dtype, (total, *part.shape[1:]))
-    shape = -(-total // n), *part.shape[1:]
-    parts = parts or {p: np.zeros(shape, part.dtype) for p in places}
-    i, step = j, math.lcm(m, n)  # Every lcm(m, n)-th row is of the same parts.
-    for block in part.blocks:
-      for k in range(min(step // m, len(block))):
-        place, row = (i + k * m) % n, (i + k * m) // n
-        if place in parts:
-          own, new = parts[place][row :: step // n], block[k :: step // m]
-          own[: len(new)] = new[: len(own)]  # Without padding.
-      i += m * len(block)
-  return parts
-
-
-def _check_kind(
-  file: archive.Archive,
-  entry: group_state.Entry,
-  dtype: np.dtype[Any],
-  shape: Sequence[int],
-) -> None:
-  """Raises `CheckpointError` unless a value in the file fits the variable."""
-  fits = tf.TensorShape(entry.shape).is_compatible_with(shape)
-  if not fits or dtype.name != tf.as_dtype(entry.variable.dtype).name:
-    raise CheckpointError(
-      f"The checkpoint {file.path} holds `{entry.name}` as"
-      f" {dtype.name} {list(shape)}; the program has {entry.kind}. Restore with"
-      " the same model."
-    )

@@ -29,7 +29,6 @@ _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
 _PLAIN_LAYERS: Final = {
   "tf_cross_shard>Embedding": "Embedding",
   "tf_cross_shard>GroupDropout": "Dropout",
-  "tf_cross_shard>ShardedEmbedding": "Embedding",
   "tf_cross_shard>SyncBatchNormalization": "BatchNormalization",
 }
 
@@ -82,9 +81,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   state.compare_workers(f"loading group {group}")
   group_state.warn_if_collapsed(optimizer)
   values = {
-    entry.name: merged(
-      entry, group_state.read_whole(state.copies, entry, members)
-    )
+    entry.name: merged(entry, state.copies.read(entry.variable, members))
     for entry in state.entries
   }
   assign(state, values, plain)
@@ -389,16 +386,9 @@ def _clonable(config: Any, own: Mapping[str, Any], group: int) -> Any:
   if not isinstance(config, dict):
     return config
   plain = _PLAIN_LAYERS.get(str(config.get("registered_name")))
-  if plain and config["config"].get("combiner"):
-    # Keras' Embedding cannot combine rows. Keep our layer, without groups.
-    own_config = {**config["config"], "group_assignment": None}
-    config, plain = {**config, "config": own_config}, None
   if plain:
     arguments = dict(config["config"])
-    for argument in ("group_assignment", "combiner", "seed"):
-      # Keras' Dropout has a seed, too.
-      if argument != "seed" or plain == "Embedding":
-        arguments.pop(argument, None)
+    arguments.pop("group_assignment", None)
     if "rates" in arguments:
       arguments["rate"] = arguments.pop("rates")[group]
     config = {

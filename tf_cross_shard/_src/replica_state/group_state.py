@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -54,15 +53,9 @@ class Entry(NamedTuple):
   is_new: bool = False
 
   @property
-  def division(self) -> divided_rows.DividedRows | None:
-    """How members divide the rows of the variable, or None."""
-    return divided_rows.of(self.variable)
-
-  @property
   def shape(self) -> tf.TensorShape:
-    """The shape of the variable; of the whole table if rows are divided."""
-    shape = tf.TensorShape(self.variable.shape)
-    return shape if self.division is None else [self.division.rows] + shape[1:]
+    """The shape of the variable."""
+    return tf.TensorShape(self.variable.shape)
 
   @property
   def kind(self) -> str:
@@ -105,9 +98,7 @@ class GroupState:
     state = names_lib.state_variables(optimizer) if with_optimizer else []
     new = set(map(id, names_lib.unlisted_attributes(optimizer)))
     self.entries = [
-      Entry(
-        f"optimizer/{name}", v, _is_shared(v, id(v) not in own), id(v) in new
-      )
+      Entry(f"optimizer/{name}", v, id(v) not in own, id(v) in new)
       for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
@@ -118,7 +109,7 @@ class GroupState:
       list(map(variables_lib.path_of, variables))
     )
     self.entries += [
-      Entry(f"model/{name}", variable, _is_shared(variable, variable.trainable))
+      Entry(f"model/{name}", variable, bool(variable.trainable))
       for name, variable in zip(names_lib.unique(paths), variables, strict=True)
     ]
     self.copies = replicas_lib.Copies(_strategy_of(self.entries))
@@ -169,14 +160,8 @@ class GroupState:
     if self.groups.group_size == 1:
       return set()
     differing = []
-    # Each member holds different rows of a divided table, even if the bits of
-    # these rows are equal.
-    divided = {
-      entry.name for entry in self.entries if entry.division is not None
-    }
-    compared = [entry for entry in self.entries if entry.division is None]
-    digests = self.copies.digests([entry.variable for entry in compared])
-    for entry, of_replica in zip(compared, digests, strict=True):
+    digests = self.copies.digests([entry.variable for entry in self.entries])
+    for entry, of_replica in zip(self.entries, digests, strict=True):
       for index, members in enumerate(self.groups):
         first = of_replica[members[0]]
         others = [r for r in members if of_replica[r] != first]
@@ -186,20 +171,16 @@ class GroupState:
     wrong = [difference for difference in differing if difference[0].is_shared]
     if wrong:
       raise OutOfSyncError(self._difference(topic, wrong))
-    return {entry.name for entry, *_ in differing} | divided
+    return {entry.name for entry, *_ in differing}
 
-  def member(self, entry: Entry, replica: int) -> int:
+  def member(self, replica: int) -> int:
     """Returns the number of a replica among the members of its group."""
     members = self.groups.assignment[self.groups.index_of(replica)]
-    # The rows of a divided table belong to places in ascending order.
-    return (sorted(members) if entry.division else list(members)).index(replica)
+    return members.index(replica)
 
   def arrays(
-    self,
-    differing: Collection[str],
-    own: bool = False,
-    in_blocks: bool = False,
-  ) -> dict[str, Any]:
+    self, differing: Collection[str], own: bool = False
+  ) -> dict[str, archive.Array]:
     """Returns the values of every group, by their names in a checkpoint.
 
     Each variable has one array per group. Variables in `differing` have one
@@ -210,58 +191,39 @@ class GroupState:
       own: Whether each worker returns the values of its own replicas, for which
         no communication is needed. If False, the first worker returns the
         values of all groups, and the other workers return nothing.
-      in_blocks: Whether parts of divided tables are `archive.Blocks`. On
-        several workers, `write` must draw them unless `own` is True.
     """
     engine = self.copies.engine
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, archive.Array] = {}
     replicas = engine.replicas_here if own else range(engine.num_replicas)
     for entry in self.entries:
-      is_in_blocks = in_blocks and entry.division is not None
-      if is_in_blocks:
-        values: list[Any] = [self._blocks(entry, r, own) for r in replicas]
-      elif own:
-        values = self.copies.here(entry.variable)
-      else:
-        values = self.copies.read(entry.variable, replicas)
+      values = (
+        self.copies.here(entry.variable)
+        if own
+        else self.copies.read(entry.variable, replicas)
+      )
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
-        member = self.member(entry, replica)
+        member = self.member(replica)
         name = key(
           entry.name, index, member if entry.name in differing else None
         )
-        if own or is_in_blocks or self.copies.is_first:
+        if own or self.copies.is_first:
           arrays.setdefault(name, array)
     return arrays
-
-  def _blocks(self, entry: Entry, replica: int, own: bool) -> archive.Blocks:
-    """Returns a replica's part of a divided table."""
-    dtype = np.dtype(tf.as_dtype(entry.variable.dtype).as_numpy_dtype)
-    shape = tuple(tf.TensorShape(entry.variable.shape).as_list())
-    blocks = self.copies.blocks(entry.variable, replica, own)
-    return archive.Blocks(dtype, shape, blocks)
 
   def write(
     self,
     path: paths_lib.Path,
     topic: str,
-    arrays: archive.Arrays,
+    arrays: Mapping[str, archive.Array],
   ) -> None:
     """Writes a checkpoint on the first worker.
 
     If writing fails, the error is raised on all workers.
     """
     with self.raising_on_all(topic):
-      try:
-        if self.copies.is_first:
-          archive.write(path, arrays, self.about())
-        else:
-          _draw_blocks(arrays)
-      except Exception as error:
-        # The other workers wait until all blocks are sent.
-        if not isinstance(error, _LOST):
-          _draw_blocks(arrays)
-        raise
+      if self.copies.is_first:
+        archive.write(path, arrays, self.about())
 
   def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
     """Assigns values to the replicas of this process.
@@ -285,9 +247,6 @@ class GroupState:
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [entry.name for entry in self.entries],
-      "owned_rows": {
-        p.name: p.division.rows for p in self.entries if p.division
-      },
       **({} if values is None else own),
     }
 
@@ -299,8 +258,7 @@ class GroupState:
     The time limit grows with the number of bytes in all groups.
     """
     nbytes = sum(
-      (tf.TensorShape(entry.shape).num_elements() or 0)
-      * tf.as_dtype(entry.variable.dtype).size
+      (entry.shape.num_elements() or 0) * tf.as_dtype(entry.variable.dtype).size
       for entry in self.entries
     )
     return raising_on_all(
@@ -368,14 +326,6 @@ def raising_on_all(
       raise archive.CheckpointError(f"On {name}: {other['error']}")
 
 
-def _draw_blocks(arrays: archive.Arrays) -> None:
-  """Takes part in sending the blocks that were not drawn yet."""
-  for array in arrays.values():
-    if isinstance(array, archive.Blocks):
-      for _ in array.blocks:
-        pass
-
-
 def key(name: str, group: int, member: int | None = None) -> str:
   """Returns the name of an array of a group, or of one member, in a file."""
   own = "" if member is None else f"member_{member}/"
@@ -401,24 +351,6 @@ def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
   for warnings in names_lib.group_warnings_of(optimizer):
     warnings.accept()
-
-
-def read_whole(
-  copies: replicas_lib.Copies, entry: Entry, members: Sequence[int]
-) -> list[archive.Array]:
-  """Returns the values of the members of a group.
-
-  The rows of a divided table are joined into one array.
-  """
-  if entry.division is None:
-    return copies.read(entry.variable, members)
-  parts = copies.read(entry.variable, sorted(members))
-  return [divided_rows.join(parts, entry.division.rows)]
-
-
-def _is_shared(variable: Any, otherwise: Any) -> bool:
-  """Returns whether members have equal values of a variable."""
-  return bool(otherwise) and divided_rows.of(variable) is None
 
 
 def is_seed(name: str) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import divided_rows, internals
+from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -49,7 +49,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
 
   Returns:
     One array per group, in the order of `optimizer.groups`, of the variable's
-    dtype and shape; whole tables for a `layers.ShardedEmbedding`.
+    dtype and shape.
 
   Raises:
     ValueError: If the optimizer's groups have another number of replicas than
@@ -64,10 +64,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   copies = replicas_lib.Copies(strategy)
   groups = names_lib.groups_of(optimizer, copies.engine.num_replicas)
   copies.compare_workers(f"reading values of groups of {_name(variable)}")
-  entry = group_state.Entry("", variable, is_shared=False)
-  return [
-    group_state.read_whole(copies, entry, members)[0] for members in groups
-  ]
+  return copies.read(variable, [members[0] for members in groups])
 
 
 def assert_in_sync(optimizer: Any, model: Any = None) -> None:
@@ -114,21 +111,12 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
       scale of each group do not change.
 
   Raises:
-    ValueError: If `slots` is True and there is no CrossShardOptimizer, or if
-      several groups have a ShardedEmbedding.
+    ValueError: If `slots` is True and there is no CrossShardOptimizer.
   """
   state = group_state.GroupState(optimizer, model)
   chosen = [p.variable for p in state.entries if p.name.startswith("model/")]
   if slots:
     chosen += _slots(state.optimizer, chosen)
-  if state.groups.num_groups > 1 and any(
-    entry.division for entry in state.entries
-  ):
-    raise ValueError(
-      "`model` has a ShardedEmbedding, whose tables of several groups cannot"
-      " be averaged. Average the results of group_values()."
-    )
-  chosen = [v for v in chosen if divided_rows.of(v) is None]
   state.compare_workers("averaging with slots" if slots else "averaging")
   copies = state.copies
   for variable in filter(group_state.has_mean, chosen):

@@ -1,4 +1,4 @@
-"""Clips gradients by value, by norm or by global norm.
+"""Clips gradients by value, by norm or by global norm; finds NaN and infinity.
 
 The functions work on the gradients of one replica, before or after they are
 summed over a group.
@@ -94,23 +94,6 @@ def limits_of(optimizer: Any) -> dict[str, Any]:
   }
 
 
-def scale_to(limit: Any, square: tf.Tensor) -> tf.Tensor:
-  """Returns c / max(||g||, c), the factor that limits a norm to c.
-
-  >>> float(scale_to(1.0, tf.constant(16.0)))
-  0.25
-
-  Args:
-    limit: The limit c.
-    square: ||g||^2, of any shape.
-
-  Returns:
-    The factors, in the dtype and shape of `square`.
-  """
-  c = tf.cast(limit, square.dtype)
-  return c / tf.maximum(tf.sqrt(square), c)
-
-
 def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
   """Returns the sum of the squares of all elements.
 
@@ -129,6 +112,52 @@ def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
     if grad is not None
   ]
   return 2.0 * tf.reduce_sum(tf.stack(halves)) if halves else tf.zeros([])
+
+
+def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
+  """Returns whether all elements of all gradients are finite.
+
+  >>> bool(all_finite([tf.constant([1.0, 2.0]), None]))
+  True
+  >>> bool(all_finite([tf.constant([1.0, float("inf")])]))
+  False
+  """
+  values = [
+    grad.values if isinstance(grad, tf.IndexedSlices) else grad
+    for grad in grads
+    if grad is not None
+  ]
+  finite = [
+    tf.reduce_all(tf.math.is_finite(part))
+    for value in values
+    for part in _floats(value)
+  ]
+  return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+
+
+def zero_or_nan(
+  grads: Sequence[Gradient],
+  all_reduce_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+) -> tf.Tensor:
+  """Returns 0 on all members, or NaN if any member's gradients are not finite.
+
+  Members that have different parts of the gradients have to skip the same
+  steps.
+
+  Args:
+    grads: This member's gradients.
+    all_reduce_sum: Sums tensors over the members.
+  """
+  is_bad = tf.cast(~all_finite(grads), tf.float32)
+  [bad_members] = all_reduce_sum([is_bad])
+  return tf.where(bad_members > 0, float("nan"), 0.0)
+
+
+def _floats(value: tf.Tensor) -> list[tf.Tensor]:
+  """Splits complex tensors and drops integers, for `tf.math.is_finite`."""
+  if value.dtype.is_complex:
+    return [tf.math.real(value), tf.math.imag(value)]
+  return [value] if value.dtype.is_floating else []
 
 
 def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

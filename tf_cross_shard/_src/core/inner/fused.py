@@ -314,14 +314,15 @@ def plan(
   )
 
 
-@contextlib.contextmanager
-def replacing_update_step(
+def updating(
   optimizer: Any,
   index: Callable[[Any], int],
   wanted: bool | None,
   row_step: Callable[..., None] | None,
-) -> Iterator[None]:
-  """Replaces the `update_step` of a built optimizer inside the context.
+) -> contextlib.AbstractContextManager[None]:
+  """Returns a context in which kernels, XLA or `row_step` update variables.
+
+  The context replaces methods of a built optimizer.
 
   Args:
     optimizer: The optimizer that keeps the slots.
@@ -332,53 +333,34 @@ def replacing_update_step(
       the optimizer's own `update_step`. None to call that method directly.
   """
   if is_compiled(optimizer):
-    yield
-    return
-  own_plan = plan(optimizer, wanted, False, tf.inside_function())
-  kernel = own_plan.kernel
-  step = None if kernel is None else _KernelStep(kernel, optimizer)
-
-  # Legacy optimizers have no `update_step`, and there is no kernel for them.
-  plain: Any = getattr(optimizer, "update_step", None)
-
-  def update_step(gradient: Any, variable: Any, *rate: Any) -> None:
-    native = variables_lib.native(variable)
-    if isinstance(gradient, tf.IndexedSlices):
-      if row_step is None:
-        plain(gradient, variable, *rate)
-      else:
-        row_step(plain, gradient, variable, *rate)
-    elif step is None or not own_plan.has_kernel(native):
-      plain(gradient, variable, *rate)
-    else:
-      step.apply(native, gradient, index(variable), *rate)
-
+    return contextlib.nullcontext()
+  chosen = plan(optimizer, wanted, False, tf.inside_function())
   overridden: dict[str, Any] = {}
-  if own_plan.may_compile:
+  if chosen.may_compile:
     overridden[keras_private.UPDATE_ALL] = functools.partial(
-      _compile_dense, own_plan, getattr(optimizer, keras_private.UPDATE_ALL)
+      _compile_dense, chosen, getattr(optimizer, keras_private.UPDATE_ALL)
     )
-  if step is not None or row_step is not None:
-    overridden["update_step"] = update_step
-  with overriding.overriding(optimizer, **overridden):
-    yield
+  if chosen.kernel is not None or row_step is not None:
+    step = _UpdateStep(chosen, optimizer, index, row_step)
+    overridden["update_step"] = step.update
+  return overriding.overriding(optimizer, **overridden)
 
 
 def _compile_dense(
-  own_plan: Plan, plain: Any, strategy: Any, pairs: Any, *rate: Any
+  chosen: Plan, plain: Any, strategy: Any, pairs: Any, *rate: Any
 ) -> None:
   """Runs Keras' updates of all variables.
 
   XLA compiles the updates by dense gradients.
 
   Args:
-    own_plan: Decides which updates XLA compiles.
+    chosen: Decides which updates XLA compiles.
     plain: Keras' method, which updates all variables.
     strategy: The method's first argument.
     pairs: The method's second argument: gradients and variables.
     *rate: The method's last argument, the learning rate.
   """
-  ways = own_plan.ways(
+  ways = chosen.ways(
     [variable for _, variable in pairs],
     [isinstance(gradient, tf.IndexedSlices) for gradient, _ in pairs],
   )
@@ -392,36 +374,52 @@ def _compile_dense(
   plain(strategy, pairs, *rate)
 
 
-class _KernelStep:
-  """One optimizer step that uses a kernel.
+class _UpdateStep:
+  """What replaces `update_step` of the optimizer during one step.
 
-  The kernel's scalars are computed once for all variables of a dtype.
+  A kernel's scalars are computed once for all variables of a dtype.
   """
 
-  def __init__(self, kernel: kernels.Kernel, optimizer: Any) -> None:
-    """Starts a step."""
-    self._kernel = kernel
+  def __init__(
+    self,
+    chosen: Plan,
+    optimizer: Any,
+    index: Callable[[Any], int],
+    row_step: Callable[..., None] | None,
+  ) -> None:
+    self._plan = chosen
+    self._kernel = chosen.kernel
     self._optimizer = optimizer
+    self._index = index
+    self._row_step = row_step
+    # Legacy optimizers have no `update_step`, and there is no kernel for them.
+    self._plain = getattr(optimizer, "update_step", None)
     # The kernel's scalar arguments, by dtype and graph.
     self._scalars: dict[Any, dict[str, Any]] = {}
 
-  def apply(
-    self, variable: Any, gradient: tf.Tensor, index: int, *rate: Any
-  ) -> None:
+  def update(self, gradient: Any, variable: Any, *rate: Any) -> None:
     """Updates a variable and its slots.
 
     Args:
-      variable: The `tf.Variable`.
-      gradient: Its dense gradient.
-      index: The place of the variable in the optimizer's lists of slots.
+      gradient: The gradient, dense or row-sparse.
+      variable: The variable of Keras.
       *rate: The learning rate, if Keras passes it to `update_step`.
     """
+    native = variables_lib.native(variable)
+    if isinstance(gradient, tf.IndexedSlices) and self._row_step is not None:
+      self._row_step(self._plain, gradient, variable, *rate)
+      return
+    is_dense = not isinstance(gradient, tf.IndexedSlices)
+    if self._kernel is None or not is_dense or not self._plan.has_kernel(native):
+      self._plain(gradient, variable, *rate)
+      return
+    index = self._index(variable)
     slots = {
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
       for slot, attribute in self._kernel.slots.items()
     }
-    arguments = self.arguments(kernels.dtype_of(variable), *rate)
-    kernels.apply(self._kernel, variable, slots, gradient, arguments)
+    arguments = self.arguments(kernels.dtype_of(native), *rate)
+    kernels.apply(self._kernel, native, slots, gradient, arguments)
 
   def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
     """Returns the kernel's scalar arguments."""

@@ -331,14 +331,25 @@ class Inner(abc.ABC):
       self.innermost, **{keras_private.DECAY: decay_others}
     )
 
-  def clipping_by(
-    self, clip: Callable[[Any, Sequence[Gradient]], list[Gradient]]
-  ) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which `clip` replaces Keras' clipping."""
-    return overriding.overriding(
-      self.innermost,
-      **{keras_private.CLIP: functools.partial(clip, self.innermost)},
-    )
+  def clipping_rows(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context that clips by the optimizer's limits, not by its code.
+
+    Keras would clip whole tables.
+    """
+
+    def clip(grads: Sequence[Gradient]) -> list[Gradient]:
+      return clipping.clip(grads, **clipping.limits_of(self.innermost))
+
+    return overriding.overriding(self.innermost, **{keras_private.CLIP: clip})
+
+  def clipping_across_dtypes(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context that clips gradients of several dtypes by one norm.
+
+    Keras cannot do this.
+    """
+    if getattr(self.innermost, "global_clipnorm", None):
+      return self.clipping_rows()
+    return contextlib.nullcontext()
 
   @property
   def clips_to_dense(self) -> bool:
@@ -351,7 +362,7 @@ class Inner(abc.ABC):
     """Whether a LossScaleOptimizer around the wrapper is calling it now."""
     return getattr(self._thread, "is_called_by_loss_scaler", False)
 
-  def apply_reduced(
+  def apply(
     self,
     grads: Sequence[Gradient],
     variables: Sequence[Any],
@@ -359,11 +370,11 @@ class Inner(abc.ABC):
     row_step: RowStep | None = None,
     **options: Any,
   ) -> None:
-    """Applies the group's sums.
+    """Applies the group's sums through the user's optimizer.
 
-    If a LossScaleOptimizer wraps the CrossShardOptimizer, the
-    LossScaleOptimizer receives the sums first. If the sums are finite, it calls
-    the CrossShardOptimizer, which calls this method again to apply them.
+    If a LossScaleOptimizer wraps the CrossShardOptimizer, it receives the sums
+    first. If they are finite, it calls the CrossShardOptimizer, which calls
+    this method again to apply them.
 
     Args:
       grads: The sums.
@@ -373,17 +384,17 @@ class Inner(abc.ABC):
       row_step: The update for row-sparse gradients; None for Keras' own.
       **options: More arguments of tf_keras' `apply_gradients`.
     """
-    if self.outer_scaler is None or self.is_called_by_loss_scaler:
-      with fused.replacing_update_step(
-        self.innermost, self.index, self.fused, row_step
-      ):
-        self._apply(grads, variables, through_apply, **options)
+    if self.outer_scaler is not None and not self.is_called_by_loss_scaler:
+      self._thread.is_called_by_loss_scaler = True
+      try:
+        self._apply_around(grads, variables)
+      finally:
+        self._thread.is_called_by_loss_scaler = False
       return
-    self._thread.is_called_by_loss_scaler = True
-    try:
-      self._apply_around(grads, variables)
-    finally:
-      self._thread.is_called_by_loss_scaler = False
+    with fused.updating(
+      self.innermost, self.index, self.fused, row_step
+    ):
+      self._apply(grads, variables, through_apply, **options)
 
   @abc.abstractmethod
   def _apply(
@@ -393,13 +404,18 @@ class Inner(abc.ABC):
     through_apply: bool,
     **options: Any,
   ) -> None:
-    """Applies sums through the user's optimizer."""
+    """Calls the optimizer's method that the caller used."""
 
   @abc.abstractmethod
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
+
+
+def has_several_dtypes(values: Sequence[Any]) -> bool:
+  """Returns whether gradients or variables have different dtypes."""
+  return len({tf.as_dtype(v.dtype) for v in values if v is not None}) > 1
 
 
 def innermost(optimizer: Any) -> Any:

@@ -146,24 +146,20 @@ def apply(
   }
   grad = row_sparse.cast(grad, variable)
   operation = getattr(tf.raw_ops, kernel.operation)
-
-  def dense(grad: tf.Tensor) -> None:
-    operation(**handles, **arguments, **{kernel.gradient: grad})
-
-  if not isinstance(grad, tf.IndexedSlices):
-    dense(grad)
-    return
-  if kernel.moves_all_rows:
-    dense(row_sparse.to_dense(grad, variable))
+  arguments = {**handles, **arguments}
+  if not isinstance(grad, tf.IndexedSlices) or kernel.moves_all_rows:
+    grad = row_sparse.to_dense(grad, variable)
+    operation(**arguments, **{kernel.gradient: grad})
   elif "CPU" in variable.device and not is_compiled():
     grad = row_sparse.merge_duplicates(grad)
     sparse = getattr(tf.raw_ops, f"ResourceSparseApply{kernel.name}")
-    sparse(**handles, **arguments, grad=grad.values, indices=grad.indices)
+    sparse(**arguments, grad=grad.values, indices=grad.indices)
   else:
     # XLA has no kernels for rows, and GPUs lack some of them. Run the dense
     # kernel, and then restore the rows that do not occur in the gradient.
     before = {name: read(handle, dtype) for name, handle in handles.items()}
-    dense(row_sparse.to_dense(grad, variable))
+    dense = row_sparse.to_dense(grad, variable)
+    operation(**arguments, **{kernel.gradient: dense})
     ones = tf.ones(tf.shape(grad.indices)[:1], tf.int32)
     count = tf.math.unsorted_segment_sum(ones, grad.indices, variable.shape[0])
     column = tf.reshape(count > 0, [-1] + [1] * (len(variable.shape) - 1))

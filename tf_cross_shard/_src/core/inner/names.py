@@ -63,9 +63,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   if sharded is not None:  # The optimizer is built on shards of the weights.
     trained = dict(enumerate(sharded.trainable_variables))
   names = _names(list(found.values()), list(trained.values()))
-  # `replica_state` saves the parts of divided tables, each row once.
-  kept = [getattr(v, "divided", v) for v in found.values()]
-  return list(zip(unique(names), kept, strict=True))
+  return list(zip(unique(names), found.values(), strict=True))
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -9,7 +9,7 @@ from tf_cross_shard._src.core.reduce import collective_ops, engine, isolation
 
 
 class CollectiveEngine(engine.Engine):
-  """An engine that sums, gathers and exchanges by collective operations."""
+  """An engine that sums and gathers by collective operations."""
 
   # The operations, which all optimizers of the strategy share.
   _collectives: collective_ops.CollectiveOps
@@ -46,11 +46,6 @@ class CollectiveEngine(engine.Engine):
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, *self._caller())
-
-  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Sends rows to the members, padded to the largest number of rows."""
-    place = self.position()
-    return self._collectives.exchange_rows(rows, counts, place, *self._caller())
 
   def _caller(self) -> tuple[groups_lib.Groups, int, str]:
     """Returns the groups, and the number and device of the calling replica."""

@@ -228,42 +228,6 @@ class CollectiveOps:
       for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
     ]
 
-  def exchange_rows(
-    self,
-    rows: tf.Tensor,
-    counts: tf.Tensor,
-    place: int,
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
-  ) -> tf.Tensor:
-    """Sends rows to the members of a group; see `Engine.exchange_rows`.
-
-    An all-to-all sends equal numbers of rows, so the rows for each member are
-    padded. `place` is the position of this replica.
-
-    Raises:
-      NotImplementedError: With so many replicas that the runtime sees them in
-        a different order.
-    """
-    if not keeps_order(groups):
-      raise NotImplementedError(
-        "Between processes, and inside tf.cond, a table can be divided among at"
-        f" most {MAX_ORDERED} replicas; got {groups.num_replicas}. Use"
-        " layers.Embedding."
-      )
-    most = _rounded_up(tf.reduce_max(counts))
-    starts = tf.cumsum(counts[place], exclusive=True)
-    # The padding repeats rows of other members, or one row of zeros at the end.
-    at = starts[:, tf.newaxis] + tf.range(most)
-    at = tf.minimum(at, tf.shape(rows)[0])
-    words = _pad_rows(as_words(rows), tf.shape(rows)[0] + 1)
-    [received] = self.run(
-      ALL_TO_ALL, [tf.gather(words, at)], groups, replica, device
-    )
-    is_real = tf.sequence_mask(counts[:, place], most)
-    return from_words(tf.boolean_mask(received, is_real), rows)
-
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or fail."""
     # MirroredStrategy marks the threads of its replicas.

@@ -33,7 +33,7 @@ class Engine(abc.ABC):
 
   Attributes:
     strategy: The strategy.
-    groups: The groups within which all methods sum, gather and exchange.
+    groups: The groups within which all methods sum and gather.
     is_spmd: Whether all replicas run the same program (SPMD), as on
       TPUs.
     supports_sparse: Whether row-sparse gradients can be summed without
@@ -164,26 +164,6 @@ class Engine(abc.ABC):
     is_mine = places == self.position()
     return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
 
-  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Sends each row to one member.
-
-    `rows` starts with the rows for the member at position 0.
-
-    Args:
-      rows: `[sum of counts[position()], ...]`, in the order of their receivers.
-      counts: `[group_size, group_size]`, int32, the same on all members:
-        `counts[s, r]` is how many rows member s sends to member r.
-
-    Returns:
-      `[sum of counts[:, position()], ...]`, in the order of their senders.
-    """
-    del rows, counts
-    raise NotImplementedError(
-      "Tables cannot be divided among replicas under"
-      f" {type(self.strategy).__name__}: its programs have no shapes that"
-      " depend on data. Use layers.Embedding."
-    )
-
   def position(self) -> Any:
     """Returns this replica's place among the sorted members of its group.
 
@@ -277,11 +257,6 @@ class OneDevice(Engine):
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors unchanged."""
     return list(tensors)
-
-  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Returns the rows, which this replica sends to itself."""
-    del counts
-    return rows
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
     """Does nothing if the strategy's merge calls are plain calls anyway."""

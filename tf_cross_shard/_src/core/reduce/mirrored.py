@@ -131,29 +131,6 @@ class Mirrored(collective_engine.CollectiveEngine):
       return self.all_gather([part])[0]
     return super().all_gather_part(part)
 
-  def exchange_rows(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-    """Sends rows to the members, without padding in a merge call."""
-    # Use a merge call on GPUs, too, as for `all_gather`.
-    if not collective_ops.can_merge():
-      return super().exchange_rows(rows, counts)
-
-    def combine(
-      copies: list[list[tf.Tensor]], members: list[int]
-    ) -> list[tf.Tensor]:
-      rows_of, counts_of = copies
-      # sent[s][r]: what member s sends to member r.
-      sent = [
-        tf.split(own, counts_of[0][s], num=len(members))
-        for s, own in enumerate(rows_of)
-      ]
-      received = []
-      for place, member in enumerate(members):
-        with tf.device(self._devices[member]):
-          received.append(tf.concat([own[place] for own in sent], axis=0))
-      return received
-
-    return self._merge([rows, counts], combine)[self.position()]
-
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums tensors.
 

@@ -33,7 +33,11 @@ def make_reducible(
 
 
 class Wire:
-  """Sums gradients over a group; rounds them to `wire_dtype` to send them."""
+  """Sums gradients over a group; rounds them to `wire_dtype` to send them.
+
+  Attributes:
+    engine: The engine that sums.
+  """
 
   def __init__(
     self,
@@ -52,18 +56,11 @@ class Wire:
         to 0 in float16. A power of two causes no rounding. None sends gradients
         as they are, and so does a function that returns None.
     """
-    self._engine = engine
+    self.engine = engine
     self._dtype = dtype
     self._scale = scale or (lambda: None)
 
-  def bytes_of(self, dtype: tf.DType) -> int:
-    """Returns the bytes in which an element of a gradient is sent."""
-    is_rounded = packing.is_wider(dtype, self._dtype)
-    return int(self._dtype.size if self._dtype and is_rounded else dtype.size)
-
-  def sum(
-    self, grads: Sequence[Gradient], exact: Sequence[tf.Tensor] = ()
-  ) -> tuple[list[Gradient], list[tf.Tensor]]:
+  def sum(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Sums every gradient over this replica's group.
 
         result[i] = sum over r in group of grads_r[i]
@@ -74,11 +71,6 @@ class Wire:
     Args:
       grads: Gradients from `make_reducible`. At one position, all members have
         the same kind of gradient: dense, sparse or None.
-      exact: Other dense tensors, which are sent without rounding. They share
-        buffers with the gradients.
-
-    Returns:
-      The sums of the gradients, and the sums of `exact`.
     """
     scale = self._scale()
     if scale is not None:
@@ -91,14 +83,14 @@ class Wire:
     ]
     rows = [i for i in range(len(grads)) if is_sparse[i]]
     sums: list[Gradient] = [None] * len(grads)
-    of_dense = self._sum_dense([grads[i] for i in dense], exact)
+    of_dense = self._sum_dense([grads[i] for i in dense])
     of_rows = self._sum_sparse([grads[i] for i in rows])
-    for at, totals in ((dense, of_dense[: len(dense)]), (rows, of_rows)):
+    for at, totals in ((dense, of_dense), (rows, of_rows)):
       for i, total in zip(at, totals, strict=True):
         sums[i] = total
     if scale is not None:
       sums = [row_sparse.times(grad, 1.0 / scale) for grad in sums]
-    return sums, of_dense[len(dense) :]
+    return sums
 
   def sum_part(
     self, grads: Sequence[tf.Tensor], layout: layouts.Layout
@@ -111,24 +103,16 @@ class Wire:
     factor = 1.0 if scale is None else scale
     scaled = [row_sparse.times(grad, factor) for grad in grads]
     narrow = packing.narrow(scaled, self._dtype)
-    part = tf.cast(self._engine.reduce_part(narrow, layout), grads[0].dtype)
+    part = tf.cast(self.engine.reduce_part(narrow, layout), grads[0].dtype)
     return part if scale is None else part / tf.cast(scale, part.dtype)
 
-  def _sum_dense(
-    self, grads: Sequence[tf.Tensor], exact: Sequence[tf.Tensor]
-  ) -> list[tf.Tensor]:
-    """Sums gradients, and the tensors of `exact`.
-
-    Gradients are sent in the dtype of the wire, and `exact` in its own dtypes.
-
-    Returns the sums of the gradients, followed by the sums of `exact`.
-    """
-    wide = [*grads, *exact]
-    engine = self._engine
+  def _sum_dense(self, wide: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Sums gradients, which are sent in the dtype of the wire."""
+    engine = self.engine
     if not wide or engine.groups.group_size == 1:
-      return wide
+      return list(wide)
     # Narrow before packing: narrowing a packed buffer would copy it once more.
-    narrow = [*packing.narrow(grads, self._dtype), *exact]
+    narrow = packing.narrow(wide, self._dtype)
     add_up = engine.all_reduce_narrow if self._dtype else engine.all_reduce_sum
     if engine.bucket_bytes is None:  # The engine packs, or needs no packing.
       sums = add_up(narrow)
@@ -143,11 +127,11 @@ class Wire:
     self, grads: Sequence[tf.IndexedSlices]
   ) -> list[tf.IndexedSlices]:
     """Gathers the rows of all members, then adds up rows of the same index."""
-    if grads and self._engine.groups.group_size > 1:
+    if grads and self.engine.groups.group_size > 1:
       # One all-gather for the values and indices of all gradients.
       parts = [part for grad in grads for part in (grad.values, grad.indices)]
       gathered = packing.widen(
-        self._engine.all_gather(packing.narrow(parts, self._dtype)), parts
+        self.engine.all_gather(packing.narrow(parts, self._dtype)), parts
       )
       grads = [
         tf.IndexedSlices(values, indices, grad.dense_shape)

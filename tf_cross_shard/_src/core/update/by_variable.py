@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import fused
+from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import rows as rows_lib
@@ -49,19 +49,20 @@ class ByVariableUpdate(sharded.ShardedUpdate):
 
   def __init__(
     self,
-    context: context_lib.Context,
+    inner: inner_lib.Inner,
     wire: wire_lib.Wire,
     tables: rows_lib.Tables,
+    skips_nonfinite: bool,
   ) -> None:
     """Raises `NotImplementedError` if members cannot do different things."""
-    if context.engine.is_spmd:
+    if wire.engine.is_spmd:
       raise NotImplementedError(
-        f"`shard_update` is {context.settings.shard_update!r}, but all TPU"
-        " replicas run one program, so a replica cannot do work that the others"
-        " do not. Remove `shard_update`, or use an optimizer whose update of"
-        " each element depends only on that element."
+        "`shard_update` divides the weights by variable, but all replicas run"
+        " one program, so a replica cannot do work that the others do not."
+        " Remove `shard_update`, or use an optimizer whose update of each"
+        " element depends only on that element."
       )
-    super().__init__(context, wire, tables)
+    super().__init__(inner, wire, tables, skips_nonfinite)
 
   def _bucket_key(self, variable: Any) -> Hashable:
     """Puts all weights of one dtype into one bucket."""
@@ -89,7 +90,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     )
     return sharded.WeightBucket(variables, natives, layout)
 
-  def _build_encapsulated(self) -> saved_state.PlainState:
+  def _build_inner(self) -> saved_state.PlainState:
     """Builds the wrapped optimizer on the weights themselves."""
     self.inner.build(self._all_variables)
     owners = {
@@ -122,23 +123,6 @@ class ByVariableUpdate(sharded.ShardedUpdate):
         bucket.layout.cuts[member],
         bucket.layout.unpack(member, part),
         strict=True,
-      )
-    ]
-
-  def _parts_counted_once(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the parts that this member counts in a norm.
-
-    If a bucket holds fewer weights than a group has members, a member without
-    its own weight repeats the update of another member's weight. A norm must
-    count that weight once.
-    """
-    member = self.engine.position()
-    return [
-      part
-      for part, bucket in zip(parts, self.buckets, strict=True)
-      if all(
-        bucket.layout.owners[cut.index] == member
-        for cut in bucket.layout.cuts[member]
       )
     ]
 

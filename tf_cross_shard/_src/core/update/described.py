@@ -133,7 +133,7 @@ class DescribedUpdate:
       value
       if self._inner.is_overwritten(variable)
       else by_rows
-      if is_sparse and tables.is_by_rows(variable)
+      if is_sparse and tables.is_by_rows()
       else way
       for variable, is_sparse, way in zip(
         variables, are_sparse, plan.ways(natives, are_sparse), strict=True

@@ -18,8 +18,7 @@ last layers start early.
 
 The update of an element must depend only on that element
 (`shard_update="elementwise"`). Clipping by norms needs the whole gradient of a
-weight, so `ElementwiseUpdate` and its base class clip instead of the
-wrapped optimizer.
+weight, so the base class clips instead of the user's optimizer.
 
 References:
   Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
@@ -88,7 +87,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       shard = self.inner.make_variable(zeros, name)
     return sharded.WeightBucket(variables, natives, layout, shard)
 
-  def _build_encapsulated(self) -> saved_state.PlainState:
+  def _build_inner(self) -> saved_state.PlainState:
     """Builds the wrapped optimizer on the shards and the tables."""
     shards = [bucket.shard for bucket in self.buckets]
     built_on = [*shards, *self.unsharded_tables]
@@ -117,16 +116,15 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       self._start_averages()
     return state
 
-  def _refresh_shards(self) -> None:
+  def read_weights(self) -> None:
     """Copies this member's parts of the current weights into its shards.
 
     Something else, such as `set_weights`, may have changed the weights since
     the last step.
     """
-    with self.engine.isolate():
-      for bucket in self.buckets:
-        part = self.engine.cut_part(bucket.natives, bucket.layout)
-        variables_lib.native(bucket.shard).assign(part)
+    for bucket in self.buckets:
+      part = self.engine.cut_part(bucket.natives, bucket.layout)
+      variables_lib.native(bucket.shard).assign(part)
 
   def variables_of(self, member: Any) -> list[Any]:
     """Returns the shards, of which each member has its own copy."""
@@ -141,64 +139,15 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     """Returns the value of a bucket's shard."""
     return tf.convert_to_tensor(variables_lib.native(bucket.shard))
 
-  def _clip_sums(
-    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
-  ) -> list[Gradient]:
-    """Returns sums clipped by `opt.clipnorm` and `opt.global_clipnorm`."""
-    limit = clipping.limits_of(self.inner.innermost)["clipnorm"]
-    if limit is not None:
-      limit = self.inner.scale_limit(limit)
-      parts = self._clip_each_weight(parts, limit)
-      table_sums = clipping.clip(table_sums, clipnorm=limit)
-    return super()._clip_sums(parts, table_sums)
-
-  def _clip_each_weight(
-    self, parts: Sequence[tf.Tensor], limit: Any
-  ) -> list[tf.Tensor]:
-    """Clips the gradient of each weight by its own norm.
-
-    With c the limit and g_v the gradient of weight v, whose elements may lie in
-    the parts of several members:
-
-        g_v <- g_v * c / max(||g_v||, c)
-
-    Args:
-      parts: This member's part of each bucket's sums.
-      limit: The limit c, in the scale of the gradients.
-    """
-    squares = []
-    for part, bucket in zip(parts, self.buckets, strict=True):
-      if part.dtype.size < tf.float32.size:
-        part = tf.cast(part, tf.float32)
-      # Place this member's squares into a buffer for all members, split the
-      # buffer by weight, and sum each piece: this member's share of ||g_v||^2.
-      row = self.engine.place_among_zeros(tf.square(part))
-      of_members = tf.split(row, len(bucket.layout.cuts))
-      of_weights = bucket.layout.join(of_members)
-      squares.append(tf.stack(list(map(tf.reduce_sum, of_weights))))
-    # One vector for each bucket: ||g_v||^2 for each of its weights v.
-    totals = self.engine.all_reduce_sum(squares)
-    clipped = []
-    for part, bucket, total in zip(parts, self.buckets, totals, strict=True):
-      scale = tf.cast(clipping.scale_to(limit, total), part.dtype)
-      # Repeat the scale of each weight for its elements, and select the part of
-      # this member.
-      scales = [
-        tf.fill([size], factor)
-        for size, factor in zip(
-          bucket.layout.sizes, tf.unstack(scale), strict=True
-        )
-      ]
-      clipped.append(part * self.engine.cut_part(scales, bucket.layout))
-    return clipped
-
-  def _gather_weights(self, constrains: Any) -> None:
+  def gather_weights(self, sums: Sequence[Gradient]) -> None:
     """Gives each replica the whole weights, and applies their constraints.
 
     Keras applies only the constraints of variables that it updates. It updates
     shards, which have no constraints.
     """
-    super()._gather_weights(constrains)
+    super().gather_weights(sums)
+    # A skipped step changes no weight.
+    constrains = clipping.all_finite(sums) if self._may_skip else True
     with self.engine.isolate():
       for bucket in self.buckets:
         for variable in bucket.variables:
@@ -206,7 +155,6 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
           if constraint is not None:
             native = variables_lib.native(variable)
             value = tf.convert_to_tensor(native)
-            # A skipped step changes no weight.
             native.assign(tf.where(constrains, constraint(value), value))
 
   def _start_averages(self) -> None:
@@ -223,8 +171,8 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       )
 
     def start() -> None:
-      self._refresh_shards()
       with self.engine.isolate():
+        self.read_weights()
         # After the averages of the shards, the list contains the averages of
         # tables.
         for average, shard in zip(

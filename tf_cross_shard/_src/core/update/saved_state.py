@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
@@ -321,28 +320,6 @@ def of_owners(
     return slot, whole_slots.ByVariableSlot(slot, owner, engine)
 
   # The optimizer already has whole slots under the plain optimizer's names.
-  template = Template(inner.optimizer, weights, slots)
-  return PlainState(inner, weights, template, find_slot)
-
-
-def of_divided_tables(
-  inner: inner_lib.Inner,
-  weights: Sequence[Any],
-  engine: engines.Engine,
-) -> PlainState:
-  """Returns the state of an optimizer that trains divided tables.
-
-  The slots of these tables are marked (`divided_rows.mark`).
-  """
-
-  def find_slot(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:
-    del i, attribute
-    owned = divided_rows.of(slot)
-    if owned is None:
-      return slot, slot
-    return slot, whole_slots.DividedSlot(slot, owned, engine)
-
-  slots = [list(inner.slots(weight).items()) for weight in weights]
   template = Template(inner.optimizer, weights, slots)
   return PlainState(inner, weights, template, find_slot)
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
@@ -75,34 +74,25 @@ class ShardedUpdate(replicated.Update):
 
   def __init__(
     self,
-    context: context_lib.Context,
+    inner: inner_lib.Inner,
     wire: wire_lib.Wire,
     tables: rows_lib.Tables,
+    skips_nonfinite: bool,
   ) -> None:
     """Creates an update that has no buckets before `build`."""
-    super().__init__(context, wire, tables)
+    super().__init__(inner, wire, tables)
+    self._skips_nonfinite = skips_nonfinite
     self._all_variables: list[Any] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
     self.unsharded_tables: list[Any] = []
     # The plain optimizer's children, with whole slots.
-    self.checkpointed = saved_state.CheckpointView({}, self.inner.optimizer)
+    self._view = saved_state.CheckpointView({}, inner.optimizer)
+    self.checkpointed = self._view
 
-  def build(self, variables: Sequence[Any]) -> saved_state.PlainState | None:
-    """Puts weights into buckets, and builds the wrapped optimizer.
-
-    Returns:
-      The state with whole slots; None if the optimizer was built before.
-
-    Raises:
-      NotImplementedError: If a variable is overwritten by its gradient.
-    """
+  def build(self, variables: Sequence[Any]) -> None:
+    """Puts weights into buckets, and builds the user's optimizer on them."""
     if self._all_variables:
-      return None
-    if any(map(self.inner.is_overwritten, variables)):
-      raise NotImplementedError(
-        "Variables with `overwrite_with_gradient` (Keras' float8 scales) cannot"
-        " be sharded. Remove `shard_update`."
-      )
+      return
     # Tables are not sharded. All other weights are put into buckets by their
     # key.
     by_key: dict[Hashable, list[Any]] = {}
@@ -118,7 +108,8 @@ class ShardedUpdate(replicated.Update):
       for number, of_bucket in enumerate(self._split_by_size(of_key))
     ]
     with self.engine.making_variables():
-      return self._build_encapsulated()
+      self.inner.sharded_state = self._build_inner()
+    self._view.add(self.inner.sharded_state.checkpoint_view)
 
   @abc.abstractmethod
   def _bucket_key(self, variable: Any) -> Hashable:
@@ -139,11 +130,8 @@ class ShardedUpdate(replicated.Update):
     """
 
   @abc.abstractmethod
-  def _build_encapsulated(self) -> saved_state.PlainState:
+  def _build_inner(self) -> saved_state.PlainState:
     """Builds the wrapped optimizer; returns its state for savers."""
-
-  def _refresh_shards(self) -> None:
-    """Copies the weights into this member's shards, if there are shards."""
 
   @abc.abstractmethod
   def variables_of(self, member: Any) -> list[Any]:
@@ -162,15 +150,14 @@ class ShardedUpdate(replicated.Update):
     """Returns the part of a bucket's weights that this member has updated."""
 
   def reduce(
-    self,
-    grads: Sequence[Gradient],
-    variables: Sequence[Any],
-    overwrites: Sequence[bool],
+    self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Returns this member's parts of the group's sums, clipped for `opt`."""
-    del overwrites  # `build` rejects variables that gradients overwrite.
+    """Returns this member's parts of the group's sums."""
+    if self._norm_limits():
+      # A norm needs the whole gradient, so the group sums whole gradients.
+      return self.cut(self.wire.sum(grads), variables)
     table_grads, by_bucket = self._sort_gradients(grads, variables)
-    table_sums, _ = self.wire.sum(table_grads)
+    table_sums = self.wire.sum(table_grads)
     # Backpropagation computes the gradients of the last layers first. So start
     # with the last bucket, and return the parts in the order of the buckets.
     parts = [
@@ -179,38 +166,65 @@ class ShardedUpdate(replicated.Update):
         self.buckets[::-1], by_bucket[::-1], strict=True
       )
     ][::-1]
-    parts = self._mark_nonfinite_on_all(parts, table_sums)
-    return self._clip_sums(parts, table_sums)
+    return self._own_sums(parts, table_sums)
 
-  def cut_sums(
+  def cut(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Cuts this member's parts out of sums that all members have, and clips."""
+    """Cuts this member's parts out of sums that all members have.
+
+    Before, it clips by the limits of the user's optimizer that need norms of
+    whole gradients.
+    """
+    sums = clipping.clip(sums, **self._norm_limits())
     table_sums, by_bucket = self._sort_gradients(sums, variables)
     parts = [
       self.engine.cut_part(flat_sums, bucket.layout)
       for bucket, flat_sums in zip(self.buckets, by_bucket, strict=True)
     ]
-    parts = self._mark_nonfinite_on_all(parts, table_sums)
-    return self._clip_sums(parts, table_sums)
+    return self._own_sums(parts, table_sums)
+
+  def _norm_limits(self) -> dict[str, Any]:
+    """Returns the user's limits that `cut` applies, in the gradients' scale."""
+    limits = clipping.limits_of(self.inner.innermost)
+    return {
+      name: self.inner.scale_limit(limits[name])
+      for name in self._limits_applied_here
+      if limits[name] is not None
+    }
+
+  def _own_sums(
+    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
+  ) -> list[Gradient]:
+    """Returns the gradients of `_own_variables`, then those of the tables."""
+    if self._may_skip:
+      # Each member sees only its own parts, but all members of a group must
+      # skip the same steps. Adding 0 changes no part. Adding NaN turns every
+      # element into NaN.
+      marker = clipping.zero_or_nan(
+        [*parts, *table_sums], self.engine.all_reduce_sum
+      )
+      parts = [part + tf.cast(marker, part.dtype) for part in parts]
+    return [*self._own_gradients(parts), *table_sums]
+
+  @property
+  def _may_skip(self) -> bool:
+    """Whether a step may be skipped because of a NaN or an infinity."""
+    return self._skips_nonfinite or self.inner.skips_overflows
 
   def apply(
     self,
     sums: Sequence[Gradient],
     variables: Sequence[Any],
-    apply_once: rows_lib.ApplyOnce,
+    through_apply: bool,
   ) -> None:
-    """Updates this member's parts of the weights, and gathers all parts."""
-    self._refresh_shards()
+    """Updates this member's parts of the weights."""
     updated = [*self._own_variables(), *self.unsharded_tables]
-    # The sums are already clipped by these limits. Switch the limits off.
+    # `cut` has applied these limits. Switch them off.
     with overriding.overriding(
       self.inner.innermost, **dict.fromkeys(self._limits_applied_here)
     ):
-      self.tables.apply(sums, updated, apply_once)
-    self._gather_weights(
-      finite.all_finite(sums) if self.context.may_skip else True
-    )
+      super().apply(sums, updated, through_apply)
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Overwrites the weights of all replicas with their moving averages."""
@@ -219,20 +233,20 @@ class ShardedUpdate(replicated.Update):
       return
 
     def finalize() -> None:
-      self._refresh_shards()
       with self.engine.isolate():
+        self.read_weights()
         self.inner.write_averages(self.inner.trainable_variables)
-      self._gather_weights(False)
+      self._gather()
 
     self._run_on_all_replicas(finalize)
 
-  def _gather_weights(self, constrains: Any) -> None:
-    """Gives each replica the whole weights, from the parts of all members.
+  def gather_weights(self, sums: Sequence[Gradient]) -> None:
+    """Gives each replica the whole weights, from the parts of all members."""
+    del sums
+    self._gather()
 
-    `constrains` says whether a kind of update that hides the constraints of the
-    weights from Keras applies them: not after a step that was skipped.
-    """
-    del constrains
+  def _gather(self) -> None:
+    """Sets W = gather(W[i]) on all members."""
     for bucket in self.buckets:
       with self.engine.isolate():
         part = tf.identity(self._own_values(bucket))
@@ -296,63 +310,6 @@ class ShardedUpdate(replicated.Update):
       packing.flatten(list(map(find_dense, bucket.variables)))
       for bucket in self.buckets
     ]
-
-  def _parts_counted_once(
-    self, parts: Sequence[tf.Tensor]
-  ) -> Sequence[tf.Tensor]:
-    """Returns the parts that this member counts in a norm of the group.
-
-    The members of a group together count each element once.
-    """
-    return parts
-
-  def _mark_nonfinite_on_all(
-    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
-  ) -> list[tf.Tensor]:
-    """Turns all parts into NaN if any member's sums are not finite.
-
-    Each member sees only its own parts, but all members of a group must skip
-    the same steps.
-    """
-    if not self.context.may_skip:
-      return parts
-    # Adding 0 changes no part. Adding NaN turns every element into NaN.
-    marker = finite.zero_or_nan(
-      [*parts, *table_sums], self.engine.all_reduce_sum
-    )
-    return [part + tf.cast(marker, part.dtype) for part in parts]
-
-  def _clip_sums(
-    self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
-  ) -> list[Gradient]:
-    """Returns sums clipped by `opt.global_clipnorm`.
-
-    With c the limit, g all gradients of the group and g[i] this member's part:
-
-        g[i] <- g[i] * c / max(||g||, c)
-        ||g||^2 = sum over i of ||g[i]||^2
-
-    Returns:
-      The gradients of `_own_variables`, then those of the unsharded tables.
-    """
-    sums = [*self._own_gradients(parts), *table_sums]
-    limit = clipping.limits_of(self.inner.innermost)["global_clipnorm"]
-    if limit is None:
-      return sums
-    # ||g[i]||^2, in float64. All members have the sums of the tables, so each
-    # member contributes an equal share of their squares.
-    share = 1.0 / self.engine.groups.group_size
-    squares = [
-      tf.cast(clipping.square_of_norm(grads), tf.float64) * weight
-      for grads, weight in (
-        (self._parts_counted_once(parts), 1.0),
-        (table_sums, share),
-      )
-    ]
-    [total] = self.engine.all_reduce_sum([tf.add_n(squares)])  # ||g||^2
-    limit = self.inner.scale_limit(limit)
-    scale = clipping.scale_to(limit, total)
-    return [row_sparse.times(grad, scale) for grad in sums]
 
 
 def choose_kind(optimizer: Any, shard_update: Any) -> str:

@@ -1,8 +1,7 @@
 """Whole optimizer slots that are backed by the shards of a group's members.
 
-Under `shard_update`, and for divided tables, no single `tf.Variable` holds a
-slot (such as Adam's momentum of one weight) as plain Keras would keep it. Three
-cases exist:
+Under `shard_update`, no single `tf.Variable` holds a slot (such as Adam's
+momentum of one weight) as plain Keras would keep it. Two cases exist:
 
     elementwise    every member keeps one part of the flat state, and the parts
                    of all members, joined, contain the slot:
@@ -12,9 +11,6 @@ cases exist:
 
     by_variable    every member keeps a copy of the slot, but only the copy of
                    the weight's owner is updated and therefore valid
-
-    rows           every member keeps some rows of a divided table's slot; see
-                   `divided_rows`
 
 A whole slot reads and writes these parts and looks like a variable. Savers,
 `get_weights` and `replica_state` use it instead of the slot.
@@ -28,7 +24,6 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import divided_rows
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.reduce import engine as engines
 
@@ -197,35 +192,3 @@ class ByVariableSlot(WholeSlot):
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
     """Returns the owner's copy, from the copies of all members of a group."""
     return parts[self._owner]
-
-
-class DividedSlot(WholeSlot):
-  """The slot of a table whose rows are divided among the members of each group.
-
-  Attributes:
-    divided: The variable whose copies are the parts. `replica_state` saves it
-      instead of this slot, so that each row is written once.
-  """
-
-  def __init__(
-    self, slot: Any, owned: divided_rows.DividedRows, engine: engines.Engine
-  ) -> None:
-    """Creates a slot that joins the rows of all members."""
-    span = Span(0, (owned.rows, *slot.shape[1:]))
-    super().__init__(slot, slot, span, engine)
-    self.divided = slot
-    self._rows = owned.rows
-
-  def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Writes, for each replica of this process, its rows of a whole value."""
-    copies = self._copies()
-    parts = []
-    for replica, value in zip(copies.engine.replicas_here, values, strict=True):
-      members = self._groups.members_of(replica)
-      place = members.index(replica)
-      parts.append(divided_rows.part_of(value, place, len(members)))
-    copies.write(self.parts, parts)
-
-  def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
-    """Returns the rows of all members of a group."""
-    return divided_rows.join(parts, self._rows)
