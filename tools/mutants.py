@@ -56,13 +56,13 @@ class Mutant(NamedTuple):
 
 
 _CLIP_AND_SUM = re.compile(
-  r"call.is_reduced\s+else self._scale_and_clip\(call, overwrites\)"
-  r"(.*?)(self.update.reduce\(totals, call.variables, overwrites\))",
+  r"call.is_reduced\s+else self._scale_and_clip\(call\)"
+  r"(.*?)(self.update.reduce\(totals, call.variables\))",
   re.DOTALL,
 )
 _CLIPPED_SUMS = (
-  r"True\n          else call.grads\1"
-  r"self._scale_and_clip(dataclasses.replace(call, grads=\2), overwrites)"
+  r"True else call.grads\1"
+  r"self._scale_and_clip(dataclasses.replace(call, grads=\2))"
 )
 _LIMITS_OFF = """    with overriding.overriding(
       self.inner.innermost, **dict.fromkeys(self._limits_applied_here)
@@ -83,11 +83,10 @@ MUTANTS = [
   # Sums over groups.
   Mutant("a replica receives another group's sum", "_src/core/reduce/mirrored.py", "by_group[self.groups.index_of(replica)]", "by_group[self.groups.index_of(replica) - 1]", "unit/core/reduce/mirrored"),
   Mutant("gradients are summed twice", "_src/core/reduce/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/reduce/wire"),
-  Mutant("dense gradients are not summed", "_src/core/reduce/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/reduce/wire"),
+  Mutant("dense gradients are not summed", "_src/core/reduce/wire.py", "if not grads or engine.groups.group_size == 1:", "if True:", "unit/core/reduce/wire"),
   Mutant("row-sparse gradients are not summed", "_src/core/reduce/wire.py", "if grads and self._engine.groups.group_size > 1:", "if False:", "unit/core/reduce/wire"),
   Mutant("sums are not divided by the wire scale", "_src/core/reduce/wire.py", "1.0 / scale", "1.0", "unit/core/reduce/wire_dtype unit/core/tf_keras/classes"),
   Mutant("Keras sums over all replicas again", "_src/core/reduce/engine.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/core/reduce/replica_isolation"),
-  Mutant("values that overwrite variables are summed, not averaged", "_src/core/update/replicated.py", "mean = 1.0 / self.engine.groups.group_size", "mean = 1.0", "unit/core/reduce/wire"),
   # Windows.
   Mutant("accumulation applies the sum, not the mean", "_src/core/accumulation.py", "totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))", "totals.append(total)", "unit/core/accumulation"),
   Mutant("accumulation divides a restored window by the new length", "_src/core/accumulation.py", "tf.cast(self._calls_so_far() + 1, total.dtype)", "self.steps", "unit/core/accumulation"),

@@ -515,12 +515,3 @@ def test_none_where_a_restored_call_had_one(
   for weight, expected in zip(weights, (-count, -count / 2), strict=True):
     for copy in testbed.copies(weight):
       assert float(copy) == expected
-
-
-def test_values_in_place_of_gradients() -> None:
-  scale = keras.Variable(1.0, name="scale")
-  scale.overwrite_with_gradient = True
-  optimizer = keras3.CrossShardOptimizer("sgd", accumulate_steps=2)
-  with pytest.raises(NotImplementedError, match="cannot be accumulated"):
-    optimizer.apply_gradients([(tf.constant(2.0), scale)])
-  assert float(scale.numpy()) == 1

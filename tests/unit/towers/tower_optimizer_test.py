@@ -168,30 +168,6 @@ def test_towers_whose_gradients_are_of_other_kinds() -> None:
   assert values([d, e]) == [9.0, 1.0]
 
 
-def test_overwriting_gradients_are_only_averaged() -> None:
-  """Values are neither divided by the loss factor nor summed over towers."""
-  c, scale, other = (keras.Variable(x) for x in (10.0, 0.0, 0.0))
-  # Keras' float8 scales are such variables.
-  scale.overwrite_with_gradient = other.overwrite_with_gradient = True
-  optimizer = TowerOptimizer(sgd())
-  optimizer.build([c, scale, other])
-
-  @tf.custom_gradient
-  def carry(x: Any, scale: Any) -> Any:
-    return x + 0.0 * scale, lambda grad: (grad, 4.0 * x)
-
-  def model_fn(features: Any, mode: str) -> TowerSpec:
-    loss = carry(tf.reduce_sum(features), scale.value) + 0.0 * c.value
-    pairs = optimizer.compute_gradients(loss, [c, scale])
-    # A tower without a value has no say in the mean.
-    is_first = tf.get_current_name_scope() == "tower_0"
-    pairs.append((None if is_first else tf.constant(8.0), other))
-    return TowerSpec(mode, loss, optimizer.apply_gradients(pairs))
-
-  tf.function(replicate_model_fn(model_fn, "mean", TWO))(batch())
-  assert values([c, scale, other]) == [10.0, 6.0, 8.0]
-
-
 def _pairs(
   optimizer: Any, c: Any, reduction: str = "sum", mode: str = "eager"
 ) -> list[float]:

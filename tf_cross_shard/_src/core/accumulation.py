@@ -39,20 +39,11 @@ class Window(context_lib.Stage, abc.ABC):
   variables: Sequence[Any] = ()
   steps: int = 1
 
-  def of_call(self, has_overwrites: bool) -> "Window":
+  def of_call(self) -> "Window":
     """Returns the object that accumulates the gradients of a call.
 
     The result is this object, or one that does not accumulate.
-
-    Args:
-      has_overwrites: Whether any variable has `overwrite_with_gradient`, which
-        means that the "gradient" of the variable is its next value.
-
-    Raises:
-      NotImplementedError: If the gradient of such a variable would be
-        accumulated.
     """
-    del has_overwrites
     return self
 
   def build(self, variables: Sequence[Any]) -> None:
@@ -188,15 +179,6 @@ class OwnAccumulation(Accumulation):
     self._not_reset: set[Any] = set()
     self._calls = self._make_variable(0, tf.int64, "accumulated_calls")
 
-  def of_call(self, has_overwrites: bool) -> Window:
-    """Returns this window; raises an error if `has_overwrites`."""
-    if has_overwrites:
-      raise NotImplementedError(
-        "Gradients of variables with `overwrite_with_gradient` (Keras' float8"
-        " scales) cannot be accumulated. Remove `accumulate_steps`."
-      )
-    return self
-
   def build(self, variables: Sequence[Any]) -> None:
     """Creates a variable for the sum of each new variable's gradients."""
     for variable in variables:
@@ -323,12 +305,9 @@ class KerasAccumulation(Accumulation):
     super().__init__(context, context.inner.accumulates)
     self._by_group = by_group
 
-  def of_call(self, has_overwrites: bool) -> Window:
+  def of_call(self) -> Window:
     """Returns this window, if Keras can accumulate a replica's gradients."""
-    # For float8 scales, the "gradient" is the new value itself; Keras would
-    # wrongly accumulate it. If there are such values, reduce in every call, and
-    # let Keras accumulate the sums.
-    if has_overwrites or not self.inner.accumulates_own_gradients:
+    if not self.inner.accumulates_own_gradients:
       return OneCall(self.context)
     return self
 

@@ -139,8 +139,7 @@ def _rows(
   step: step_lib.StepPipeline, variables: Sequence[Any]
 ) -> list[described.VariableUpdate]:
   """Returns the rows of the update, for all calls that make a step."""
-  has_overwrites = any(map(step.context.inner.is_overwritten, variables))
-  window = step.window.of_call(has_overwrites)
+  window = step.window.of_call()
   # If Keras accumulates sums, every call reduces.
   reductions = step.calls // window.steps
   described_update = described.DescribedUpdate(step.update)

@@ -240,8 +240,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       - `path`, `shape`, `dtype`: the variable.
       - `updated_by`: TensorFlow's kernel, such as `"ResourceApplyAdam"`;
         `"XLA"` or `"Keras"` for Keras' operations, compiled or not; `"rows"`
-        for Keras' operations on the rows in the batch; `"assign"` for
-        a variable that its gradient overwrites.
+        for Keras' operations on the rows in the batch.
       - `reason`: why no kernel updates the variable.
       - `elements`: how many elements each member of a group updates.
       - `owner`: the member that updates the whole variable, with
@@ -309,6 +308,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     Raises:
       DisagreementError: If another worker has different variables, settings or
         libraries.
+      NotImplementedError: If a variable is a float8 scale of Keras.
       ValueError: If unpickled values have different shapes.
       RuntimeError: If a replica would create slots only for itself. Call
         `build` inside `strategy.scope()`, but outside `strategy.run`.

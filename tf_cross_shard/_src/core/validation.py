@@ -165,6 +165,22 @@ def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
     )
 
 
+def check_not_overwritten(variables: Iterable[Any]) -> None:
+  """Raises `NotImplementedError` for variables that Keras does not update.
+
+  The "gradient" of a float8 scale is its next value, which must not be scaled,
+  clipped or summed.
+  """
+  for variable in variables:
+    if getattr(variable, "overwrite_with_gradient", False):
+      raise NotImplementedError(
+        f"{path_of(variable)} has `overwrite_with_gradient`:"
+        " Keras replaces the float8 scales of this layer by their gradients,"
+        " which cannot be summed over replicas. Train the layer with plain"
+        ' Keras, or with dtype="mixed_bfloat16".'
+      )
+
+
 def check_known(
   variables: Sequence[Any],
   is_known: Callable[[Any], bool],

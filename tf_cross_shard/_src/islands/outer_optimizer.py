@@ -302,8 +302,6 @@ def _trained_weights(model: Any) -> list[outer_state.Variable]:
   return [
     variables_lib.native(variable)
     for variable in getattr(model, "trainable_variables", model)
-    # Keras' float8 scales. Their "gradient" is their next value.
-    if not getattr(variable, "overwrite_with_gradient", False)
   ]
 
 

@@ -131,7 +131,7 @@ class GroupBatchNorm:
 
     @tf.custom_gradient
     def add_up(*tensors: tf.Tensor) -> Any:
-      sums, _ = wire.Wire(engine).sum(tensors)
+      sums = wire.Wire(engine).sum(tensors)
       return sums, lambda *upstream: self._sum(*upstream)
 
     return add_up(*tensors)

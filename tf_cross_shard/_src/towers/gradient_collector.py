@@ -189,7 +189,7 @@ class GradientCollector:
         last = calls[-1]
         columns = zip(*(call.grads for call in calls), strict=True)
         sums = [
-          _sum_or_mean(column, variable, last.adapter.is_overwritten(variable))
+          _sum(column, variable)
           for column, variable in zip(columns, last.variables, strict=True)
         ]
         result = last.apply(sums, last.variables)
@@ -210,19 +210,17 @@ def variables() -> shared_variables.CallVariables:
   return _OUTSIDE_OF_TOWERS if collector is None else collector.variables
 
 
-def _sum_or_mean(
-  grads: Sequence[clipping.Gradient], variable: Any, is_mean: bool
+def _sum(
+  grads: Sequence[clipping.Gradient], variable: Any
 ) -> clipping.Gradient:
-  """Combines the towers' gradients of one variable.
+  """Sums the towers' gradients of one variable.
 
   The result is None if no tower has a gradient, and row-sparse if all gradients
-  are row-sparse. A gradient that overwrites its variable needs the mean.
+  are row-sparse.
   """
   present = [grad for grad in grads if grad is not None]
   if not present:
     return None
-  if is_mean:
-    present = [row_sparse.times(x, 1 / len(present)) for x in present]
   # Towers may have different dtypes, which neither concat nor add_n accept.
   if len({grad.dtype for grad in present}) > 1:
     present = [row_sparse.cast(grad, variable) for grad in present]

@@ -209,13 +209,8 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
           requires_scalar=False,
         )
     # Multiply the gradients, not the loss: the user's tape may have stopped
-    # recording, and would not see the product. A gradient that overwrites its
-    # variable is a value and has no factor.
-    is_overwritten = self._inner.is_overwritten
-    return [
-      (row_sparse.times(grad, 1.0 if is_overwritten(v) else factor), v)
-      for grad, v in pairs
-    ]
+    # recording, and would not see the product.
+    return [(row_sparse.times(grad, factor), v) for grad, v in pairs]
 
   def _collect_or_apply(
     self,

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard import CrossShardOptimizer, keras3
 
 keras = tf.keras
 optimizers = keras.optimizers
@@ -192,3 +192,18 @@ def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
     return calls
 
   assert count_calls(100) <= 2.1 * count_calls(50)
+
+
+@pytest.mark.parametrize("kind", [CrossShardOptimizer, keras3.TowerOptimizer])
+def test_float8_layers_are_refused_by_name(kind: Any) -> None:
+  layer = keras.layers.Dense(2, name="head")
+  layer.build((None, 4))
+  layer.quantize("float8")
+  variables = layer.trainable_variables
+  error = pytest.raises(NotImplementedError, match=r"head/.*mixed_bfloat16")
+  with error:
+    kind(optimizers.SGD(1.0)).build(variables)
+  built = optimizers.SGD(1.0)
+  built.build(variables)
+  with error:
+    kind(built)

@@ -45,7 +45,7 @@ def test_sum_of_dense_sparse_and_none_gradients_keeps_order() -> None:
     grads = _mixed(MARKS[engine.replica])
     kept = wire.make_reducible(grads, _variables(), engine)
     assert kept == grads
-    return wire.Wire(engine).sum(kept)[0]
+    return wire.Wire(engine).sum(kept)
 
   for sums, total in zip(fake_engine.run(reduce, engines), SUMS, strict=True):
     np.testing.assert_array_equal(sums[0], [total, 2 * total])
@@ -65,7 +65,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
   def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
     grads = _mixed(MARKS[engine.replica])
     dense = wire.make_reducible(grads, _variables(), engine)
-    return wire.Wire(engine).sum(dense)[0]
+    return wire.Wire(engine).sum(dense)
 
   found = fake_engine.run(reduce, fake_engine.engines(supports_sparse=False))
   for sums, total in zip(found, SUMS, strict=True):
@@ -75,7 +75,7 @@ def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
 def test_groups_of_one_send_nothing() -> None:
   [engine, _] = fake_engine.engines(groups_lib.singletons(2))
   grads = _mixed(1.0)
-  sums, _ = wire.Wire(engine).sum(grads)
+  sums = wire.Wire(engine).sum(grads)
   assert engine.sent == []
   assert sums[0] is grads[0]
   np.testing.assert_array_equal(sums[2].values, [[5.0], [2.0]])
@@ -143,38 +143,6 @@ def test_updates_wait_for_all_sums() -> None:
     replica.engine.all_or_nothing = all_or_nothing  # type: ignore[method-assign]
   fake_engine.train(trained, [np.array([MARKS], "f")] * 2)
   assert waited == [2] * 4
-
-
-def test_overwriting_gradients_are_only_averaged() -> None:
-  """The "gradient" of a float8 scale is its next value, which is averaged.
-
-  Keras marks such variables by `overwrite_with_gradient`. Their gradients are
-  not scaled, clipped, rounded or summed.
-  """
-  replicas = []
-  for engine in fake_engine.engines():
-    weight, scale = keras.Variable(0.0), keras.Variable(0.0)
-    scale.overwrite_with_gradient = True
-    settings = {"clipvalue": 0.125, "wire_dtype": "bfloat16"}
-    replicas.append(
-      fake_engine.Replica(
-        engine,
-        keras.optimizers.SGD(1.0),
-        [weight, scale],
-        "mean",
-        loss_averaged_over="replica",
-        scale_gradients=True,
-        **settings,
-      )
-    )
-  # A tape reports TensorFlow's variable, which has no such attribute.
-  replicas[0].variables[1] = replicas[0].variables[1].value
-  values = np.array([[1.001, 3.003, 8.0, 16.0]], "f")
-  fake_engine.train(replicas, [np.array([MARKS], "f"), values])
-  found = [[float(v) for v in replica.values] for replica in replicas]
-  np.testing.assert_allclose(
-    found, [[-0.25, 4.5005], [-0.25, 9.5015]] * 2, rtol=1e-6
-  )
 
 
 @pytest.mark.parametrize("library", [keras, tf_keras])

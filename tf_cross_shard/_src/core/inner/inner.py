@@ -273,15 +273,6 @@ class Inner(abc.ABC):
     value = tf.zeros(shape, variables_lib.native(weight).dtype)
     return self.make_variable(value, str(weight.name).split(":")[0])
 
-  def is_overwritten(self, variable: Any) -> bool:
-    """Returns whether the gradient of `variable` is its next value.
-
-    Keras' float8 scales are such variables. Their "gradients" are averaged
-    over all replicas or towers, and are not scaled, clipped, rounded or summed.
-    """
-    whole = self.as_built(variable)
-    return bool(getattr(whole, "overwrite_with_gradient", False))
-
   @property
   def computes_gradients(self) -> bool:
     """Whether the user's class overrides how gradients are computed."""

@@ -93,6 +93,8 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   def _wrap(self, inner: inner_lib.Inner) -> None:
     """Stores the wrapped optimizer, and begins to forward attributes."""
     components.set_components(self, components.Components(inner, self._package))
+    if inner.is_built:
+      validation.check_not_overwritten(inner.trainable_variables)
 
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
@@ -226,6 +228,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       variables: All variables that will ever be trained.
 
     Raises:
+      NotImplementedError: If a variable is a float8 scale of Keras.
       ValueError: If pickled values have different shapes.
       RuntimeError: If pickled values are still to be restored, and you call
         this method in one of several replicas. Only the slots of that replica
@@ -246,6 +249,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
           " step."
         )
     if not self._inner.is_built:
+      validation.check_not_overwritten(variables)
       self._inner.check_dtypes(variables)
       if own.excluded:
         exclusions.exclude_again(self._inner, own.excluded, variables)

@@ -128,13 +128,8 @@ class DescribedUpdate:
     if tables.clips_to_dense(variables):
       are_sparse = [False] * len(variables)
     by_rows = fused.Way("rows", "only the rows in the batch")
-    value = fused.Way("assign", "the gradient is the next value")
     return [
-      value
-      if self._inner.is_overwritten(variable)
-      else by_rows
-      if is_sparse and tables.is_by_rows()
-      else way
+      by_rows if is_sparse and tables.is_by_rows(variable) else way
       for variable, is_sparse, way in zip(
         variables, are_sparse, plan.ways(natives, are_sparse), strict=True
       )
@@ -145,8 +140,7 @@ class DescribedUpdate:
   ) -> VariableUpdate:
     """Returns the row of a variable that all members update as a whole."""
     size, dtype = num_elements(variable), _dtype_of(variable)
-    is_value = self._inner.is_overwritten(variable)
-    item = dtype.size if is_value else self._update.wire.bytes_of(dtype)
+    item = self._update.wire.bytes_of(dtype)
     # An all-reduce is a reduce-scatter and an all-gather.
     sent = self._ring_bytes(2 * size * item)
     return VariableUpdate(
@@ -156,7 +150,7 @@ class DescribedUpdate:
       elements=(size,) * self._members,
       owner=None,
       bytes_sent=None if is_sparse and self._members > 1 else sent,
-      state_bytes=num_bytes(self._inner.slots(variable).values()),
+      state_bytes=num_bytes(self._inner.state.slots(variable).values()),
     )
 
   def _sharded_row(
@@ -171,7 +165,7 @@ class DescribedUpdate:
     member = layout.owners.get(index, 0)
     updated = variable if bucket.shard is None else bucket.shard
     way = ways[member][id(updated)]
-    kept = num_bytes(self._inner.slots(updated).values())
+    kept = num_bytes(self._inner.state.slots(updated).values())
     if bucket.shard is not None:
       # A member keeps one n-th of the weight's elements, on average.
       kept += num_bytes([bucket.shard])
