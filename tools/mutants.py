@@ -57,7 +57,7 @@ class Mutant(NamedTuple):
 
 _CLIP_AND_SUM = re.compile(
   r"call.is_reduced\s+else self._scale_and_clip\(call\)"
-  r"(.*?)(self.update.reduce\(totals, call.variables\))",
+  r"(.*?)(self.update.reduce\(grads, call.variables\))",
   re.DOTALL,
 )
 _CLIPPED_SUMS = (
@@ -88,15 +88,13 @@ MUTANTS = [
   Mutant("sums are not divided by the wire scale", "_src/core/reduce/wire.py", "1.0 / scale", "1.0", "unit/core/reduce/wire_dtype unit/core/tf_keras/classes"),
   Mutant("Keras sums over all replicas again", "_src/core/reduce/engine.py", "return replica_isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/core/reduce/replica_isolation"),
   # Windows.
-  Mutant("accumulation applies the sum, not the mean", "_src/core/accumulation.py", "totals.append(total / tf.cast(self._calls_so_far() + 1, total.dtype))", "totals.append(total)", "unit/core/accumulation"),
-  Mutant("accumulation divides a restored window by the new length", "_src/core/accumulation.py", "tf.cast(self._calls_so_far() + 1, total.dtype)", "self.steps", "unit/core/accumulation"),
-  Mutant("a restored window that is too long never ends", "_src/core/accumulation.py", "is_last = self._calls_so_far() + 1 >= self.steps", "is_last = tf.equal(self._calls_so_far() + 1, self.steps)", "unit/core/accumulation"),
+  Mutant("accumulation applies the sum, not the mean", "_src/core/accumulation.py", "return total / tf.cast(calls, total.dtype)", "return total", "unit/core/accumulation"),
+  Mutant("accumulation divides a restored window by the new length", "_src/core/accumulation.py", "tf.cond(calls >= self._steps, close, add)", "calls = tf.minimum(calls, self._steps)\n    tf.cond(calls >= self._steps, close, add)", "unit/core/accumulation"),
+  Mutant("a restored window that is too long never ends", "_src/core/accumulation.py", "tf.cond(calls >= self._steps, close, add)", "tf.cond(tf.equal(calls, self._steps), close, add)", "unit/core/accumulation"),
   Mutant("accumulated sums are not reset", "_src/core/accumulation.py", "stored_sum.assign(tf.zeros_like(before))", "pass", "unit/core/accumulation"),
-  Mutant("every call makes a step in spite of accumulation", "_src/core/accumulation.py", "is_last = self._calls_so_far() + 1 >= self.steps", "is_last = tf.constant(True)", "unit/core/accumulation"),
-  Mutant("None in the last call drops the accumulated sum", "_src/core/accumulation.py", "if grad is not None or is_added or self._is_nonzero(variable):", "if grad is not None:", "unit/core/accumulation"),
-  Mutant("None in all calls of a window becomes zeros", "_src/core/accumulation.py", "if grad is not None or is_added or self._is_nonzero(variable):", "if True:", "unit/core/accumulation"),
-  Mutant("a gradient that the traced last call does not read is accepted", "_src/core/accumulation.py", "if self._key(variable) in self._not_reset:", "if False:", "unit/core/accumulation"),
-  Mutant("None becomes zeros because of an earlier window's gradient", "_src/core/accumulation.py", "self._added -= set(map(self._key, variables))", "pass", "unit/core/accumulation"),
+  Mutant("every call makes a step in spite of accumulation", "_src/core/accumulation.py", "tf.cond(calls >= self._steps, close, add)", "close()", "unit/core/accumulation"),
+  Mutant("None in all calls of a window becomes zeros", "_src/core/accumulation.py", "None if grad is None else _take(stored_sum, grad, calls)", "_take(stored_sum, 0 if grad is None else grad, calls)", "unit/core/accumulation"),
+  Mutant("a gradient that is None in some calls is accepted", "_src/core/accumulation.py", "if has_gradient != self._have_gradients.get(_key(variable), has_gradient):", "if False:", "unit/core/accumulation"),
   # Clipping.
   Mutant("gradients are clipped after the sum", "_src/core/step.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/wire"),
   Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: scale_limit(limit) if limit else None", "name: limit if limit else None", "unit/core/reduce/wire"),

@@ -151,7 +151,7 @@ def _check_sums(
       # numbers are finite.
       if elements <= (len(rows) if content["sharding"] else 1):
         small += num_bytes
-  reductions = content["calls_per_step"] // step.window.of_call().steps
+  reductions = content["calls_per_step"] if step.window is None else 1
   ring = (size - 1) / size
   # The bytes of each variable are rounded up.
   slack = ring * small + content["padding_sent"] + 2 * len(rows)

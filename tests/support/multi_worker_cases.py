@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state, trials
-from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core.reduce import multi_worker as engines
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback
@@ -268,9 +268,8 @@ def sparse_sum(
   (table, bias), optimizer = _summed(
     strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
   )
-  assert internals.engine_of(
-    optimizer
-  ).supports_sparse  # Else tables would travel.
+  # Else tables would travel.
+  assert parts.step_of(optimizer).engine.supports_sparse
 
   def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))

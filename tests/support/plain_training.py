@@ -133,7 +133,7 @@ def expected(
     return [variable.numpy() for variable in variables]
 
   skipped = 0
-  window = _window(program)
+  window = program.options.get("accumulate_steps", 1)
   pending: list[list[Gradients]] = []
   is_finite = True
   for replicas in random_programs.data(program):
@@ -157,16 +157,12 @@ def expected(
       continue
     if len(members) > 1:
       local = [_narrow(program.options, grads) for grads in local]
-    scale = 1.0 / program.options.get("accumulate_steps", 1)
+    scale = 1.0 / window
     by_variable = zip(*local, strict=True)
     pairs = [
       (_sum(parts, variable, scale), variable)
       for parts, variable in zip(by_variable, model.trained, strict=True)
     ]
-    if "gradient_accumulation_steps" in program.settings:
-      innermost = getattr(optimizer, "inner_optimizer", optimizer)
-      for _ in range(window - 1):  # Keras divides by the window.
-        innermost.apply_gradients(_zeros(pairs))
     optimizer.apply_gradients(pairs)
     if "wire_dtype" in program.options:
       # A rounding error that was made while a weight was large stays in the
@@ -183,12 +179,6 @@ def expected(
   ]
 
 
-def _window(program: Program) -> int:
-  """Returns the number of calls in an accumulation window."""
-  k: int = program.settings.get("gradient_accumulation_steps", 1)
-  return program.options.get("accumulate_steps", k)
-
-
 def _add_up(calls: Sequence[Gradients]) -> Gradients:
   """Sums one replica's gradients over a window; rows become dense."""
   if len(calls) == 1:
@@ -198,17 +188,6 @@ def _add_up(calls: Sequence[Gradients]) -> Gradients:
     if parts[0] is None
     else Gradient(sum(part.dense for part in parts), None)
     for parts in zip(*calls, strict=True)
-  ]
-
-
-def _zeros(pairs: Sequence[Any]) -> list[Any]:
-  """Returns gradients of zeros; None stays None."""
-  return [
-    (
-      None if grad is None else tf.zeros(variable.shape, variable.dtype),
-      variable,
-    )
-    for grad, variable in pairs
   ]
 
 

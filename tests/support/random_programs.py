@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tests.support import described_steps, testbed, training
 from tf_cross_shard import CrossShardOptimizer, replica_state, schedules
-from tf_cross_shard._src.core import components, variables
+from tf_cross_shard._src.core import parts, variables
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.reduce import mirrored
 
@@ -502,7 +502,7 @@ def train(
     path = (folder or pathlib.Path(own_folder)) / f"state_{program.seed}"
     with described_steps.recorded() as functions:
       model, optimizer = _train(program, strategy, path)
-  step = components.step_of(optimizer)
+  step = parts.find_step(optimizer)
   for function in functions:
     if function.step is step:
       described_steps.check(function, model.gradients)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core.inner import keras_private, overriding
 
 _Model = TypeVar("_Model")
 
@@ -56,7 +56,7 @@ def compiled_gradients(model: _Model) -> _Model:
     TypeError: The model is not a model of Keras 3.
     ValueError: The class of the model has a `train_step` of its own.
   """
-  if internals.keras_private.keras_of(model).__name__ != "keras":
+  if keras_private.keras_of(model).__name__ != "keras":
     raise TypeError(
       "`compiled_gradients` needs a model of Keras 3; got a"
       f" {type(model).__name__} of tf_keras. Unset TF_USE_LEGACY_KERAS."
@@ -102,7 +102,7 @@ class _Step:
           gradients.append(gradient)
           variables.append(variable)
 
-      with internals.overriding.overriding(
+      with overriding.overriding(
         model.optimizer, apply_gradients=keep
       ):
         metrics = keras_own(model, data)

@@ -212,21 +212,12 @@ class TestBytes:
     sent = [row["bytes_sent"] for row in optimizer.describe().rows()]
     assert sent == [480, 60]
 
-  def test_keras_accumulates_and_reduces_once_unless_overridden(self) -> None:
-    adam = training.KERASES["keras"][0].optimizers.Adam
-
-    class Mine(adam):  # type: ignore[misc, valid-type]
-      """Receives sums in every call."""
-
-      def apply(self, *args: Any, **kwargs: Any) -> Any:
-        return super().apply(*args, **kwargs)
-
-    for kind, times in ((adam, 1), (Mine, 3)):
-      with testbed.mirrored().scope():
-        opt = kind(0.1, gradient_accumulation_steps=3)
-      described = _make("keras", opt)[0].describe()
-      assert described.rows()[0]["bytes_sent"] == 480 * times
-      assert described.to_dict()["calls_per_step"] == 3
+  def test_keras_accumulates_sums_of_every_call(self) -> None:
+    with testbed.mirrored().scope():
+      opt = tf.keras.optimizers.Adam(0.1, gradient_accumulation_steps=3)
+    content = _make("keras", opt)[0].describe().to_dict()
+    assert content["calls_per_step"] == 3
+    assert "accumulate_steps=3 of the" in content["notes"][0]
 
   @pytest.mark.parametrize(
     "options",

@@ -115,7 +115,7 @@ def test_sums_that_were_named_by_numbers_of_layers(
   weights = [tf.Variable(float(i), name=name) for i, name in enumerate(names)]
   optimizer = CrossShardOptimizer("sgd", accumulate_steps=2)
   optimizer.build(weights)
-  sums = optimizer._components.step.window.variables[1:]
+  sums = optimizer._step.window.variables[1:]
   for i, each in enumerate(sums):
     each.assign(10.0 + i)
   replica_state.save(path, optimizer, weights)

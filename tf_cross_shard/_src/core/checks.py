@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import context as context_lib
 from tf_cross_shard._src.core import reduce, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib

@@ -139,17 +139,16 @@ def _rows(
   step: step_lib.StepPipeline, variables: Sequence[Any]
 ) -> list[described.VariableUpdate]:
   """Returns the rows of the update, for all calls that make a step."""
-  window = step.window.of_call()
   # If Keras accumulates sums, every call reduces.
-  reductions = step.calls // window.steps
+  reductions = step.calls if step.window is None else 1
   described_update = described.DescribedUpdate(step.update)
-  rows = described_update.rows(variables, is_dense=window.steps > 1)
+  rows = described_update.rows(variables, is_dense=step.calls > 1)
   return [
     dataclasses.replace(
       row,
       bytes_sent=row.bytes_sent and row.bytes_sent * reductions,
       state_bytes=row.state_bytes
-      + described.num_bytes(step.window.sums_of(variable)),
+      + (0 if step.window is None else described.num_bytes([variable])),
     )
     for row, variable in zip(rows, variables, strict=True)
   ]
@@ -239,6 +238,14 @@ def _notes(
     yield (
       "The variables are not known, because `opt` was built before it was"
       " wrapped. Wrap a new optimizer."
+    )
+  if (
+    step.context.inner.accumulates and step.update.engine.groups.group_size > 1
+  ):
+    yield (
+      f"With gradient_accumulation_steps={step.calls} of `opt`, gradients are"
+      f" reduced in every call. With accumulate_steps={step.calls} of the"
+      " CrossShardOptimizer instead, they are reduced once per step."
     )
   if any(row.bytes_sent is None for row in rows):
     yield (

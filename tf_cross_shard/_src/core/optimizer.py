@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import checks as checks_lib
-from tf_cross_shard._src.core import components, loss_factor, reduce, validation
-from tf_cross_shard._src.core import context as context_lib
+from tf_cross_shard._src.core import parts, loss_factor, reduce, validation
 from tf_cross_shard._src.core import describe as describe_lib
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import per_group as per_group_lib
@@ -144,8 +142,10 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       accumulate_steps: The number of calls that make one step (gradient
         accumulation). Each replica adds up its own gradients. In the last call,
         their mean over the calls is reduced and applied.
-        None makes every call a step. `gradient_accumulation_steps` of a Keras 3
-        `opt` is similar; see the differences in *Faster updates*.
+        None makes every call a step. A gradient that is None in one call must
+        be None in all calls; otherwise use zeros. With
+        `gradient_accumulation_steps` of a Keras 3 `opt` instead, gradients are
+        reduced in every call, and Keras accumulates the sums.
       shard_update: Whether each member of a group updates only one part of the
         weights. `"elementwise"` gives each member an equal number of elements,
         and only the optimizer state of these elements. `"by_variable"` gives
@@ -181,14 +181,36 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     engine = reduce.for_strategy(
       self._inner.strategy, settings.group_assignment
     )
-    context = context_lib.Context(settings, self._inner, engine)
-    self._components.checks = checks_lib.StepChecks(context)
-    self._components.step = step_lib.StepPipeline(context)
-    per_group_lib.bind(opt, self.groups, self._package)
+    per_group_lib.check_rates_of(opt, engine.groups, self._package)
+    self._parts.step = step_lib.Step(settings, self._inner, engine)
 
-  learning_rate = per_group_lib.bound(
-    wrapper_lib.OptimizerWrapper.learning_rate
-  )
+  @property
+  def _step(self) -> step_lib.Step:
+    """The steps of this optimizer."""
+    return parts.step_of(self)
+
+  @property
+  def learning_rate(self) -> Any:
+    """The learning rate of the wrapped optimizer.
+
+    In a replica, a `schedules.PerGroup` is the rate of the replica's group.
+    """
+    found = parts.find(self)
+    if found is None or found.step is None:
+      return None
+    with found.step.in_my_group():
+      return found.inner.optimizer.learning_rate
+
+  @learning_rate.setter
+  def learning_rate(self, value: Any) -> None:
+    found = parts.find(self)
+    if found is None or found.step is None:  # Keras' constructor is running.
+      return
+    if not callable(value):
+      per_group_lib.check_settable(found.inner.optimizer)
+    schedule = per_group_lib.schedule_class(self._package)
+    per_group_lib.check_rates(value, self.groups, schedule)
+    found.inner.optimizer.learning_rate = value
 
   @property
   def skipped_steps(self) -> Any:
@@ -204,12 +226,12 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._components.step.guard.count
+    return self._step.skipped_steps
 
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
-    return self._components.checks.engine.groups
+    return self._step.engine.groups
 
   def describe(self) -> describe_lib.Description:
     """Returns what this optimizer does to each variable in a step.
@@ -258,7 +280,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         replica keeps for the variable (a mean if replicas differ).
         `to_dict()["state_bytes"]` also has counters and padding.
     """
-    return describe_lib.describe(self._components.step, repr(self))
+    return describe_lib.describe(self._step, repr(self))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -317,7 +339,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
     if not self._inner.is_built:
-      self._components.checks.compare_workers_before_build(trained)
+      self._step.checks.compare_workers_before_build(trained)
     super().build(trained)
 
   def update_by_rows(
@@ -344,7 +366,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._components.step.tables.add(
+    self._step.tables.add(
       list(var_list or ()), list(var_names or ())
     )
 
@@ -356,8 +378,8 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     Args:
       var_list: The variables.
     """
-    step = self._components.step
-    is_sharded = step.context.inner.sharded_state is not None
+    step = self._step
+    is_sharded = step.inner.sharded_state is not None
     step.warnings.end_fit(is_sharded and bool(self._inner.averages))
     step.update.write_averages(var_list)
 
@@ -369,42 +391,34 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    """Returns this replica's gradients of the scaled loss."""
-    self._components.checks.check_place()
-    return self._components.step.differentiate(
-      loss, var_list, tape, default, options
-    )
+    return self._step.differentiate(loss, var_list, tape, default, options)
 
   def _perform(self, call: step_lib.Call) -> Any:
-    """Checks the call, and does the step."""
-    opt = self._inner.optimizer
-    checks, step = self._components.checks, self._components.step
-    with checks.one_user():
-      checks.check_place()
-      checks.check_variables(call.variables)
-      # Set the groups of schedules again: the user may have assigned a schedule
-      # to `opt.learning_rate`.
-      per_group_lib.bind(opt, self.groups, self._package)
+    """Checks the call, and takes the step."""
+    step = self._step
+    with step.checks.one_user():
+      step.checks.check_place()
+      step.checks.check_variables(call.variables)
       if not call.is_reduced:
         step.convention.check_was_scaled(
           call.through_apply, self._inner.divides_gradients
         )
       self.build(call.variables)
-      checks.compare_workers_before_step(call.grads, call.variables)
+      step.checks.compare_workers_before_step(call.grads, call.variables)
       if tf.executing_eagerly() or tf.inside_function():
-        return step.perform(call)
+        return step.take(call)
       # A TensorFlow 1 graph runs only what is fetched: return one operation
       # that takes the whole step.
-      return tf.function(lambda: step.perform(call), autograph=False)().op
+      return tf.function(lambda: step.take(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""
-    self._components.checks.check_strategy_of(variables)
-    self._components.step.build(variables)
+    self._step.checks.check_strategy_of(variables)
+    self._step.build(variables)
 
   def _config(self) -> dict[str, Any]:
     """Returns the arguments besides `opt`, in serializable form."""
-    return self._components.step.settings.to_config()
+    return self._step.settings.to_config()
 
   @classmethod
   def _without_removed(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -413,7 +427,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
   def _before_saving(self) -> None:
     """Warns that saving keeps only the first group."""
-    own = components.components_of(self)
+    own = parts.find(self)
     if own is not None and own.step is not None:
       whole = self._inner.whole
       saved = [
@@ -424,5 +438,5 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
   def _differing(self) -> dict[str, Any]:
     """Returns the arguments besides `opt` that differ from their defaults."""
-    step = self._components.step
+    step = self._step
     return {} if step is None else step.settings.non_default()

@@ -209,14 +209,13 @@ class PerGroup:
       RuntimeError: In a replica outside a step of a CrossShardOptimizer.
     """
     group = _my_group.get()
-    if group is None and isolation.current_replica() is not None:
-      if tf.distribute.get_strategy().num_replicas_in_sync > 1:
-        raise RuntimeError(
-          "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
-          " which knows the groups. Wrap the optimizer:"
-          " CrossShardOptimizer(Adam(PerGroup(rates)), group_assignment=...)."
-          " To read the rate, use `learning_rate` of the CrossShardOptimizer."
-        )
+    if group is None and _is_one_of_several_replicas():
+      raise RuntimeError(
+        "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
+        " which knows the groups. Wrap the optimizer:"
+        " CrossShardOptimizer(Adam(PerGroup(rates)), group_assignment=...)."
+        " To read the rate, use `learning_rate` of the CrossShardOptimizer."
+      )
     dtype = sys.modules[self._package].backend.floatx()
     chosen = self.rates
     if group is None or isinstance(group, int):
@@ -317,6 +316,12 @@ def schedule_class(package: str) -> type[Any]:
   return schedules.LearningRateSchedule
 
 
+def _is_one_of_several_replicas() -> bool:
+  """Returns whether the caller is one of several replicas."""
+  is_replica = isolation.current_replica() is not None
+  return is_replica and tf.distribute.get_strategy().num_replicas_in_sync > 1
+
+
 def _check_replicas(groups: groups_lib.Groups) -> None:
   """Raises `ValueError` unless the groups hold the strategy's replicas."""
   strategy = tf.distribute.get_strategy()
@@ -341,8 +346,7 @@ class GroupNumber(float):
   tensor: tf.Tensor
 
   def __new__(cls, numbers: Sequence[float], group: Any) -> "GroupNumber":
-    """Returns the row `group` of `numbers`, which is compared as the first
-    nonzero number."""
+    """Returns row `group` of `numbers`, compared as the first nonzero one."""
     made = super().__new__(cls, next(filter(None, numbers), 0.0))
     made.tensor = tf.gather(tf.constant(numbers, tf.float32), group)
     return made
@@ -440,7 +444,7 @@ _NOT_IN_UPDATE: Final = (
 )
 
 
-def _check_setting(optimizer: Any, name: str, values: list[float]) -> None:
+def _check_setting(optimizer: Any, name: str, values: Sequence[float]) -> None:
   """Raises `ValueError` unless the optimizer's setting can be replaced."""
   kind = type(optimizer).__name__
   if name == "learning_rate":

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import components, loss_factor, validation
+from tf_cross_shard._src.core import parts, loss_factor, validation
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import clipping, packing
 
@@ -221,12 +221,12 @@ class Setting:
     """Returns the setting; None while the optimizer is being created."""
     if optimizer is None:
       return self
-    step = components.step_of(optimizer)
+    step = parts.find_step(optimizer)
     return None if step is None else step.settings.read(self._name)
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""
-    step = components.step_of(optimizer)
+    step = parts.find_step(optimizer)
     if self._is_mutable:
       # `step` is None while Keras' constructor assigns its own defaults.
       if step is not None:

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
@@ -289,7 +289,7 @@ class OuterOptimizer(group_callback.GroupCallback):
       wire_dtype=self._wire_dtype,
       optimizer=outer.get_config(),
     )
-    copies = replicas_lib.Copies(internals.engine_of(trained_by).strategy)
+    copies = replicas_lib.Copies(parts.step_of(trained_by).engine.strategy)
     copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
     return outer_state.OuterState(

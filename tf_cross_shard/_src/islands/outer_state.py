@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -51,10 +51,10 @@ def make_outer_optimizer(
       of the DiLoCo paper.
     wire_dtype: The dtype in which groups send the differences.
   """
-  keras = sys.modules[internals.package_of(optimizer)].optimizers
+  keras = sys.modules[parts.package_of(optimizer)].optimizers
   if outer is None:
     outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
-  with internals.engine_of(optimizer).making_variables():
+  with parts.step_of(optimizer).engine.making_variables():
     outer = keras.get(outer)
     config = outer.get_config()
     if "name" in config:
@@ -111,7 +111,7 @@ def _make_step(
   The function returns a boolean for each replica: whether the outer gradient
   was finite. If it was not, the step changes nothing on any replica.
   """
-  engine = internals.engine_of(outer)
+  engine = parts.step_of(outer).engine
   with engine.making_variables():
     outer.build(anchors)
   natives = [variables_lib.native(anchor) for anchor in anchors]
@@ -168,17 +168,16 @@ class OuterState:
     self.trained_by = trained_by
     self.weights = list(weights)
     self.optimizer = optimizer
-    with internals.engine_of(trained_by).making_variables():
+    step = parts.step_of(trained_by)
+    with step.engine.making_variables():
       self.anchors = [
-        internals.make_variable(
-          trained_by, tf.convert_to_tensor(weight), f"anchor{i}"
-        )
+        step.inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
         for i, weight in enumerate(weights)
       ]
     self._outer_step = _make_step(optimizer, self.anchors, self.weights)
     if has_warmup:
       # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
-      keras = sys.modules[internals.package_of(trained_by)]
+      keras = sys.modules[parts.package_of(trained_by)]
       sgd = keras.optimizers.SGD(1.0)
       average = make_outer_optimizer(trained_by, sgd, optimizer.wire_dtype)
       self._averaging_step = _make_step(average, self.anchors, self.weights)
@@ -188,7 +187,7 @@ class OuterState:
         0, trainable=False, dtype=tf.int64, name="outer_calls"
       )
     outer_variables = [v for _, v in names_lib.state_variables(optimizer)]
-    internals.attach(trained_by, [self.calls, *self.anchors, *outer_variables])
+    step.attached = (self.calls, *self.anchors, *outer_variables)
 
   def belongs_to(
     self, trained_by: CrossShardOptimizer, weights: Sequence[Variable]
@@ -205,7 +204,7 @@ class OuterState:
     """
     before = int(self.calls.numpy())
     self.calls.assign_add(calls)
-    window = internals.calls_per_step(self.trained_by)
+    window = parts.step_of(self.trained_by).calls_per_step
     return before // window, (before + calls) // window
 
   def take_outer_step(self) -> bool:
@@ -227,7 +226,7 @@ class OuterState:
     is_finite = step()
     # Otherwise you would get a warning that something made the groups equal.
     group_state.accept_values(self.trained_by)
-    strategy = internals.engine_of(self.trained_by).strategy
+    strategy = parts.step_of(self.trained_by).engine.strategy
     # All replicas return the same.
     return bool(strategy.experimental_local_results(is_finite)[0])
 
@@ -238,7 +237,7 @@ class OuterState:
     say by a checkpoint. Without a new anchor, the outer optimizer would take
     that change for a gradient. Where groups differ, nothing happens.
     """
-    copies = replicas_lib.Copies(internals.engine_of(self.trained_by).strategy)
+    copies = replicas_lib.Copies(parts.step_of(self.trained_by).engine.strategy)
     copies.compare_workers("the anchor of an OuterOptimizer")
     if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
       for anchor, weight in zip(self.anchors, self.weights, strict=True):

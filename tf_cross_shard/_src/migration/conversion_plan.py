@@ -11,7 +11,6 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -96,7 +95,7 @@ class ConversionPlan:
     innermost = inner_lib.innermost(optimizer)
     # With `shard_update`, slots are in parts; this state has whole slots.
     state = names_lib.sharded_state(optimizer) or (
-      internals.state_of(innermost)
+      inner_lib.adapter_of(innermost)
     )
     known = self._find_slots(innermost, state)
     rates = names_lib.learning_rates(innermost)

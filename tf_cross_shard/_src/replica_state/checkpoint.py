@@ -129,7 +129,7 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
   """
   restored = restore_file(paths_lib.as_path(path), optimizer, model)
   removed_state.warn(path, restored.left_out)
-  if not restored.is_exact and any(names_lib.windows(optimizer)):
+  if not restored.is_exact and names_lib.windows(optimizer):
     logging.warning(
       "Accumulation windows start again: the groups in the file have another"
       " size."
@@ -418,23 +418,16 @@ def _plan(
       the window starts again: the sums of other members would be counted twice
       or not at all.
   """
-  sums, counts = names_lib.windows(state.optimizer)
-  ids_of_sums = set(map(id, sums))
-  steps_of = {id(variable): steps for variable, steps in counts}
+  ids_of_sums = set(map(id, names_lib.windows(state.optimizer)))
   plan = []
   for entry in state.entries:
-    key = id(entry.variable)
-    if not keeps_window and key in ids_of_sums:
+    if not keeps_window and id(entry.variable) in ids_of_sums:
       # An empty gradient sum.
       dtype = tf.as_dtype(entry.variable.dtype).as_numpy_dtype
       zeros = np.zeros(tuple(entry.variable.shape), dtype)
       plan.append([zeros] * len(state.copies.engine.replicas_here))
       continue
-    values = values_here(files, state, entry, average_members=not is_exact)
-    if not keeps_window and key in steps_of:
-      # The first call of the same window.
-      values = [array - array % steps_of[key] for array in values]
-    plan.append(values)
+    plan.append(values_here(files, state, entry, average_members=not is_exact))
   return plan
 
 

@@ -94,7 +94,7 @@ class GroupState:
       names_lib.check_optimizer(optimizer)
     self.optimizer = optimizer
     # Optimizer state in which members of a group may differ.
-    own = set(map(id, names_lib.windows(optimizer)[0]))
+    own = set(map(id, names_lib.windows(optimizer)))
     state = names_lib.state_variables(optimizer) if with_optimizer else []
     new = set(map(id, names_lib.unlisted_attributes(optimizer)))
     self.entries = [

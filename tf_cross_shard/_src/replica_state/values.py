@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -134,7 +134,8 @@ def _name(variable: Any) -> str:
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """Returns the optimizer's slots of the variables, each slot once."""
   layers = names_lib.nested_optimizers(optimizer)
-  states = list(filter(None, map(internals.slots_of, layers)))
+  found = list(filter(None, map(parts.find, layers)))
+  states = [wrapper.inner.whole.slots for wrapper in found]
   if not states:
     raise ValueError(
       "`slots` needs a CrossShardOptimizer, which lists its slots; got"

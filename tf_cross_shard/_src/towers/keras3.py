@@ -42,4 +42,4 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
     """Collects gradients in a tower; applies them immediately anywhere else."""
     # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
     # override.
-    self._collect_or_apply(self._inner.apply_reduced, grads, variables)
+    self._collect_or_apply(self._inner.apply, grads, variables)

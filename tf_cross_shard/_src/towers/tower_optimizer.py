@@ -16,9 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals, validation
+from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import differentiate, finite, row_sparse
+from tf_cross_shard._src.core.gradients import clipping, differentiate, row_sparse
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.towers import gradient_collector
@@ -163,7 +163,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     """
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
-      internals.check_place(optimizer)
+      parts.step_of(optimizer).checks.check_place()
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
 
@@ -195,8 +195,8 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     # The tower's tape must not record the computation of gradients.
     with own.stop_recording() if own else contextlib.nullcontext():
       if isinstance(optimizer, CrossShardOptimizer):
-        pairs = internals.gradients(
-          optimizer, loss, var_list, tape, default, options
+        pairs = parts.step_of(optimizer).differentiate(
+          loss, var_list, tape, default, options
         )
       else:
         pairs = differentiate.differentiate(
@@ -262,12 +262,12 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     if isinstance(optimizer, CrossShardOptimizer):
       pairs = zip(grads, variables, strict=True)
       return optimizer.apply_gradients(pairs, global_step, **options)
-    self._inner.apply_reduced(grads, variables, **options)
+    self._inner.apply(grads, variables, **options)
     if global_step is not None:
       # A dynamic loss scale skips a step that overflows; such a step does not
       # count.
       skips = self._inner.skips_overflows
-      is_step = finite.all_finite(grads) if skips else True
+      is_step = clipping.all_finite(grads) if skips else True
       global_step.assign_add(tf.cast(is_step, global_step.dtype))
     return tf.identity(self._inner.iterations())
 

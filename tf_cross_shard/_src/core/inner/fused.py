@@ -388,12 +388,11 @@ class _UpdateStep:
     row_step: Callable[..., None] | None,
   ) -> None:
     self._plan = chosen
-    self._kernel = chosen.kernel
     self._optimizer = optimizer
     self._index = index
     self._row_step = row_step
     # Legacy optimizers have no `update_step`, and there is no kernel for them.
-    self._plain = getattr(optimizer, "update_step", None)
+    self._plain: Any = getattr(optimizer, "update_step", None)
     # The kernel's scalar arguments, by dtype and graph.
     self._scalars: dict[Any, dict[str, Any]] = {}
 
@@ -405,49 +404,53 @@ class _UpdateStep:
       variable: The variable of Keras.
       *rate: The learning rate, if Keras passes it to `update_step`.
     """
-    native = variables_lib.native(variable)
-    if isinstance(gradient, tf.IndexedSlices) and self._row_step is not None:
+    native, kernel = variables_lib.native(variable), self._plan.kernel
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    if is_sparse and self._row_step is not None:
       self._row_step(self._plain, gradient, variable, *rate)
       return
-    is_dense = not isinstance(gradient, tf.IndexedSlices)
-    if self._kernel is None or not is_dense or not self._plan.has_kernel(native):
+    if kernel is None or is_sparse or not self._plan.has_kernel(native):
       self._plain(gradient, variable, *rate)
       return
     index = self._index(variable)
     slots = {
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
-      for slot, attribute in self._kernel.slots.items()
+      for slot, attribute in kernel.slots.items()
     }
-    arguments = self.arguments(kernels.dtype_of(native), *rate)
-    kernels.apply(self._kernel, native, slots, gradient, arguments)
+    arguments = self._arguments(kernel, kernels.dtype_of(native), *rate)
+    kernels.apply(kernel, native, slots, gradient, arguments)
 
-  def arguments(self, dtype: tf.DType, rate: Any = None) -> dict[str, Any]:
+  def _arguments(
+    self, kernel: kernels.Kernel, dtype: tf.DType, rate: Any = None
+  ) -> dict[str, Any]:
     """Returns the kernel's scalar arguments."""
     # A tensor belongs to one graph, and each branch of a condition is a graph.
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     key = dtype, graph
     if key not in self._scalars:
-      self._scalars[key] = self._compute_scalars(dtype, rate)
+      # The learning rate alpha.
+      rate = self._optimizer.learning_rate if rate is None else rate
+      rate = tf.cast(tf.convert_to_tensor(rate), dtype)
+      self._scalars[key] = _scalars(kernel, self._optimizer, rate)
     return self._scalars[key]
 
-  def _compute_scalars(self, dtype: tf.DType, rate: Any) -> dict[str, Any]:
-    """Returns settings, learning rate and powers as tensors of `dtype`."""
-    # The learning rate alpha.
-    if rate is None:
-      rate = self._optimizer.learning_rate
-    rate = tf.cast(tf.convert_to_tensor(rate), dtype)
-    # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to
-    # float32 before it converts them to float64: `tf.cast` does the same.
-    convert = tf.cast if self._kernel.name in _CAST else tf.convert_to_tensor
-    arguments = {
-      name: value if isinstance(value, bool) else convert(value, dtype)
-      for name, value in self._kernel.arguments(self._optimizer, rate).items()
-    }
-    if self._kernel.powers:
-      # beta_1^t and beta_2^t, where t counts steps from 1.
-      count = tf.convert_to_tensor(self._optimizer.iterations)
-      t = tf.cast(count + 1, dtype)
-      for power, name in self._kernel.powers.items():
-        setting = getattr(self._optimizer, self._kernel.settings[name])
-        arguments[power] = tf.pow(tf.cast(setting, dtype), t)
-    return arguments
+
+def _scalars(
+  kernel: kernels.Kernel, optimizer: Any, rate: tf.Tensor
+) -> dict[str, Any]:
+  """Returns settings, learning rate and powers as tensors of one dtype."""
+  dtype = rate.dtype
+  # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to float32
+  # before it converts them to float64: `tf.cast` does the same.
+  convert = tf.cast if kernel.name in _CAST else tf.convert_to_tensor
+  arguments = {
+    name: value if isinstance(value, bool) else convert(value, dtype)
+    for name, value in kernel.arguments(optimizer, rate).items()
+  }
+  if kernel.powers:
+    # beta_1^t and beta_2^t, where t counts steps from 1.
+    t = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, dtype)
+    for power, name in kernel.powers.items():
+      setting = getattr(optimizer, kernel.settings[name])
+      arguments[power] = tf.pow(tf.cast(setting, dtype), t)
+  return arguments

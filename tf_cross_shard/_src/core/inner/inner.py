@@ -7,7 +7,7 @@ questions about it. `keras3.adapter` and `tf_keras.adapter` implement it.
 
 import abc
 import contextlib
-import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -288,22 +288,6 @@ class Inner(abc.ABC):
     """How many calls make one step of this optimizer; None for one call."""
     return getattr(self.innermost, "gradient_accumulation_steps", None)
 
-  @property
-  def accumulates_own_gradients(self) -> bool:
-    """Whether Keras' variables can accumulate each replica's own gradients.
-
-    Only the last call then reduces. If True, the class must define
-    `accumulated_calls`, `accumulated_gradient` and `accumulate`.
-    """
-    return False
-
-  # The variable that counts calls.
-  accumulated_calls: Any
-  # Returns the variable with the sum of a variable's gradients.
-  accumulated_gradient: Callable[[Any], Any]
-  # Adds gradients to the sums of their variables.
-  accumulate: Callable[[Sequence[Gradient], Sequence[Any]], None]
-
   def decays(self, variable: Any) -> bool:
     """Returns whether weight decay, if it is set, applies to a variable."""
     return keras_private.decays(self.innermost, variable)
@@ -414,6 +398,18 @@ def innermost(optimizer: Any) -> Any:
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
+
+
+def adapter_of(optimizer: Any) -> Inner:
+  """Returns the `Inner` of any Keras optimizer."""
+  modules = (kind.__module__ for kind in type(optimizer).__mro__)
+  is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
+  # Import by name: a Keras 3 optimizer does not need tf_keras, nor the reverse.
+  core = __name__.partition(".inner")[0]
+  home = importlib.import_module(
+    f"{core}.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
+  )
+  return home.adapter(optimizer)
 
 
 def slots_at(

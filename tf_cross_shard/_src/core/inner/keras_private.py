@@ -165,16 +165,6 @@ def has_waiting(optimizer: Any, name: str) -> bool:
   return name in optimizer._deferred_dependencies
 
 
-def accumulated(optimizer: Any) -> list[Any]:
-  """Returns the variables in which Keras 3 accumulates gradients."""
-  return list(getattr(optimizer, "_accumulated_gradients", ()))
-
-
-def calls(optimizer: Any) -> Any:
-  """Returns Keras 3's count of calls; an iteration may take several calls."""
-  return optimizer._iterations
-
-
 # The attribute of a Keras optimizer that lists moving averages of the weights.
 _AVERAGES: Final = "_model_variables_moving_average"
 

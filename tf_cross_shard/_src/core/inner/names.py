@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
@@ -23,7 +23,7 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
   LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
   MultiOptimizer.
   """
-  own = components.components_of(optimizer)
+  own = parts.find(optimizer)
   outer_scaler = None if own is None else own.inner.outer_scaler
   optimizer = optimizer if outer_scaler is None else outer_scaler
   while optimizer is not None:
@@ -48,7 +48,7 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     is_built = is_built or keras_private.is_built(nested)
     own = listed(nested) if sharded is None else []
     sharded = sharded or _sharded_state_of(nested)
-    own += getattr(components.step_of(nested), "state", ())
+    own += getattr(parts.find_step(nested), "state", ())
     own += [*_rate_variables(nested), *keras_private.unlisted(nested)]
     for variable in own:
       found.setdefault(id(variable), variable)
@@ -132,23 +132,17 @@ def kept_variables(optimizer: Any) -> list[Any]:
   ]
 
 
-def windows(optimizer: Any) -> tuple[list[Any], list[tuple[Any, int]]]:
+def windows(optimizer: Any) -> list[Any]:
   """Returns the state of unfinished accumulation windows.
 
-  Returns:
-    A list of variables that are 0 at the start of a window and may differ
-    between the members of a group, and a list of `(counter, k)`;
-    `counter % k == 0` at the start of a window.
+  These variables are 0 at the start of a window, and may differ between the
+  members of a group.
   """
-  sums: list[Any] = []
-  counts = []
-  for nested in nested_optimizers(optimizer):
-    sums += getattr(components.step_of(nested), "window_state", ())
-    if of_keras := keras_private.accumulated(nested):
-      sums += of_keras
-      steps = nested.gradient_accumulation_steps
-      counts.append((keras_private.calls(nested), steps))
-  return sums, counts
+  return [
+    variable
+    for nested in nested_optimizers(optimizer)
+    for variable in getattr(parts.find_step(nested), "window_state", ())
+  ]
 
 
 def _rate_variables(optimizer: Any) -> list[Any]:
@@ -169,7 +163,7 @@ def sharded_state(optimizer: Any) -> Any:
 
 def _sharded_state_of(optimizer: Any) -> Any:
   """Returns the `PlainState` of this optimizer, not of one inside it."""
-  own = components.components_of(optimizer)
+  own = parts.find(optimizer)
   return None if own is None else own.inner.sharded_state
 
 
@@ -243,4 +237,4 @@ def group_warnings_of(optimizer: Any) -> list[Any]:
 def steps_of(optimizer: Any) -> list[Any]:
   """Returns the `step.flow.StepPipeline` of each CrossShardOptimizer inside."""
   all_nested = nested_optimizers(optimizer)
-  return list(filter(None, map(components.step_of, all_nested)))
+  return list(filter(None, map(parts.find_step, all_nested)))

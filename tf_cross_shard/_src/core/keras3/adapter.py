@@ -2,7 +2,7 @@
 
 Keras 3 sums gradients over all replicas inside `apply`, and this sum cannot be
 turned off. Keras finds the replicas through the replica context. So
-`apply_reduced` is called inside `Engine.isolate()`, whose replica context has
+`apply` is called inside `Engine.isolate()`, whose replica context has
 no other replicas.
 """
 
@@ -96,34 +96,6 @@ class Keras3Adapter(inner_lib.Inner):
     whole = self.whole
     index = whole.index(variable)
     return variable if index is None else whole.trainable_variables[index]
-
-  @property
-  def accumulates_own_gradients(self) -> bool:
-    """Whether Keras' variables can accumulate each replica's own gradients.
-
-    If the user's class overrides how gradients are applied, the class receives
-    sums in every call and accumulates by itself. The same is true of an
-    optimizer with a `loss_scale_factor`, because it divides the gradients of
-    every call.
-    """
-    overrides_apply = self._overrides("apply", "apply_gradients")
-    factor = self.innermost.loss_scale_factor
-    return bool(self.accumulates) and not overrides_apply and not factor
-
-  @property
-  def accumulated_calls(self) -> Any:
-    """The variable in which the optimizer itself counts calls."""
-    return self.innermost._iterations
-
-  def accumulated_gradient(self, variable: Any) -> Any:
-    """Returns the variable with the sum of a variable's gradients."""
-    return keras_private.accumulated(self.innermost)[self.index(variable)]
-
-  def accumulate(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Adds gradients, counts the call and updates averages, all in Keras."""
-    self.innermost.apply(list(grads), [self.as_built(v) for v in variables])
 
   def slots(self, variable: Any) -> dict[str, Any]:
     """Returns the slots of a variable by name; empty for an unknown one.

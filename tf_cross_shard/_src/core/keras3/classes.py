@@ -54,15 +54,15 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._components.checks.check_place()
+    self._step.checks.check_place()
     return self._inner.scale_loss(
-      self._components.step.scale(loss, loss_factor.GLOBAL)
+      self._step.scale(loss, loss_factor.GLOBAL)
     )
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
     if self._inner.is_called_by_loss_scaler:
-      self._components.step.apply_for_loss_scaler(grads, variables)
+      self._step.apply_for_loss_scaler(grads, variables)
     else:
       self._perform(step_lib.Call(grads, variables, through_apply=True))
 

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import exclusions, keras_private
 from tf_cross_shard._src.core.inner import inner as inner_lib
@@ -21,14 +21,14 @@ class Wrapping:
   @property
   def _components(self) -> components.Components:
     """The objects behind this wrapper."""
-    own = components.components_of(self)
+    own = parts.find(self)
     assert own is not None
     return own
 
   @property
   def _inner(self) -> inner_lib.Inner:
     """The wrapped optimizer."""
-    return self._components.inner
+    return self._parts.inner
 
 
 class SavedState(Wrapping):
@@ -138,7 +138,7 @@ class SavedState(Wrapping):
 
     While Keras' constructor runs, it is the wrapper itself.
     """
-    own = components.components_of(self)
+    own = parts.find(self)
     return super() if own is None else own.inner.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def _unpickle(
   Pickles of older versions do not have the last two arguments.
   """
   optimizer = cls.from_config(config)
-  own = components.components_of(optimizer)
+  own = parts.find(optimizer)
   assert own is not None
   own.excluded = excluded
   optimizer._restore(state, attributes or {})  # noqa: SLF001  # of this module

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import components, validation
+from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core.inner import exclusions, v1_conversion
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -41,11 +41,11 @@ def _forwarded(name: str) -> property:
   """Returns a property that forwards to the wrapped optimizer."""
 
   def get(self: Any) -> Any:
-    own = components.components_of(self)
+    own = parts.find(self)
     return None if own is None else getattr(own.inner.optimizer, name)
 
   def set_value(self: Any, value: Any) -> None:
-    own = components.components_of(self)
+    own = parts.find(self)
     if own is not None:  # It is None while Keras' constructor runs.
       setattr(own.inner.optimizer, name, value)
 
@@ -136,7 +136,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the wrapped optimizer."""
-    own = components.components_of(self)
+    own = parts.find(self)
     if own is None or (name.startswith("__") and name.endswith("__")):
       raise AttributeError(
         f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -145,7 +145,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Writes to the wrapped optimizer if only it has the attribute."""
-    own = components.components_of(self)
+    own = parts.find(self)
     if (
       own is not None
       and name not in self.__dict__
@@ -158,7 +158,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def __repr__(self) -> str:
     """Returns the class, the wrapped optimizer, and changed arguments."""
-    if components.components_of(self) is None:  # Keras' constructor is running.
+    if parts.find(self) is None:  # Keras' constructor is running.
       return object.__repr__(self)
     opt = self._inner.optimizer
     is_wrapper = isinstance(opt, OptimizerWrapper)

@@ -1,7 +1,7 @@
 """The wrapped optimizers of tf_keras, new and legacy.
 
 tf_keras reaches other replicas (to sum gradients, for weight decay and for
-moving averages) through the replica context. So `apply_reduced` is called
+moving averages) through the replica context. So `apply` is called
 inside `Engine.isolate()`, whose replica context has no other replicas.
 """
 

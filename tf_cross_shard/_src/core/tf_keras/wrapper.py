@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from tf_cross_shard._src.core import components
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core.outer import loss_scaler
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import adapter, v1_optimizers
@@ -137,7 +137,7 @@ class TfKerasWrapper(
     self, trackable: Any, name: str, *args: Any, **k: Any
   ) -> Any:
     """Tracks an object that a LossScaleOptimizer adds to checkpoints."""
-    own = components.components_of(self)
+    own = parts.find(self)
     if own is None:
       return super()._track_trackable(trackable, name, *args, **k)
     optimizer = own.inner.optimizer

@@ -27,12 +27,12 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
-  finite,
   packing,
   row_sparse,
 )
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import fused, overriding
+from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import replicated, saved_state
