@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the contract, equivalence and golden tests with other versions of
-# TensorFlow and Keras.
+# Runs the contract and equivalence tests with other versions of TensorFlow and
+# Keras.
 #
 #   bash tools/version_matrix.sh              # every row, which takes hours
 #   bash tools/version_matrix.sh 2.16 2.21    # the rows of these TensorFlows
@@ -17,7 +17,7 @@
 #
 # Two environment variables change what pytest does:
 #
-#   PYTEST_ADDOPTS    more options for pytest, such as "-k golden"
+#   PYTEST_ADDOPTS    more options for pytest, such as "-k groups"
 #   LOGS              a folder in which the output of pytest is kept
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -47,7 +47,6 @@ rows=(
 tests=(
   tests/equivalence/contract_test.py
   tests/equivalence/equivalence_test.py
-  tests/equivalence/golden_test.py
 )
 # These tests run only with Keras 3; `both_tests` also needs tf_keras.
 keras3_tests=(tests/unit/core/keras3/classes_test.py)
