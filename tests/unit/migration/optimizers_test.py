@@ -264,34 +264,30 @@ def test_a_learning_rate_that_changes(which: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-  ("which", "kind", "way"),
+  ("which", "kind"),
   [
-    (which, kind, ("pickle", "checkpoint")[(i + j) % 2])
-    for i, which in enumerate(KERASES)
-    for j, kind in enumerate(("adam", "rmsprop", "nesterov", "ftrl"))
+    ("keras3", "adam"),
+    ("keras3", "nesterov"),
+    ("tf_keras", "rmsprop"),
+    ("tf_keras", "ftrl"),
   ],
 )
 def test_continues_after_a_round_trip(
-  which: str, kind: str, way: str, tmp_path: Path
+  which: str, kind: str, tmp_path: Path
 ) -> None:
-  def make() -> Any:
-    return KERASES[which].CrossShardOptimizer(KINDS[kind](0.05))
-
   def train_on(optimizer: Any, variable: Any, start: int) -> None:
     for i in range(start, start + 2):
       optimizer.apply_gradients([(_gradient(i, 0, False), variable)])
 
-  first, variable = make(), tf.Variable(_first())
+  first = KERASES[which].CrossShardOptimizer(KINDS[kind](0.05))
+  second = pickle.loads(pickle.dumps(first))
+  assert type(second.inner_optimizer) is type(first.inner_optimizer)
+  variable = tf.Variable(_first())
   train_on(first, variable, 0)
   other = tf.Variable(variable)
-  second = make()
-  if way == "pickle":
-    second = pickle.loads(pickle.dumps(first))
-    assert type(second.inner_optimizer) is type(first.inner_optimizer)
   second.build([other])
-  if way == "checkpoint":
-    path = tf.train.Checkpoint(optimizer=first).write(str(tmp_path / "c"))
-    tf.train.Checkpoint(optimizer=second).read(path).assert_consumed()
+  path = tf.train.Checkpoint(optimizer=first).write(str(tmp_path / "c"))
+  tf.train.Checkpoint(optimizer=second).read(path).assert_consumed()
   train_on(first, variable, 2)
   train_on(second, other, 2)
   np.testing.assert_array_equal(variable, other)

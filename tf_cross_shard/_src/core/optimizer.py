@@ -331,7 +331,6 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       DisagreementError: If another worker has different variables, settings or
         libraries.
       NotImplementedError: If a variable is a float8 scale of Keras.
-      ValueError: If unpickled values have different shapes.
       RuntimeError: If a replica would create slots only for itself. Call
         `build` inside `strategy.scope()`, but outside `strategy.run`.
     """

@@ -187,8 +187,8 @@ class GroupWarnings:
     self.check()
     if self._groups.num_groups > 1 and not self._are_equal(variables):
       self._log_once(
-        "%s trains %d groups, which differ in weights and slots. Checkpoints,"
-        " model files, pickles and copies hold only the first replica's values."
+        "%s trains %d groups, which differ in weights and slots. Checkpoints"
+        " and model files hold only the first replica's values."
         " Use tf_cross_shard.replica_state.save() and restore(), which keep"
         " the values of all groups.",
       )

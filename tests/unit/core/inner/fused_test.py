@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 from typing import Any
 
 import keras
@@ -365,9 +364,6 @@ def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
     "_current_learning_rate"
   }
   assert optimizer.get_config() == config
-  restored = pickle.loads(pickle.dumps(ours))
-  assert restored.fused_update is None
-  assert int(restored.iterations.numpy()) == 1
 
 
 def test_compiled_by_xla() -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -586,16 +585,6 @@ def test_fit_and_model_files(
   for one, other in zip(*results, strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
   assert np.abs(results[0][0] - results[0][2]).max() > 0.01
-
-
-@pytest.mark.parametrize("shard_update", [True, "by_variable"])
-def test_one_device_loads_what_groups_have_saved(shard_update: Any) -> None:
-  make = functools.partial(make_plain, "Adam", use_ema=True)
-  weights, optimizer = build("keras", make, shard_update=shard_update)
-  train(weights, optimizer, range(2))
-  loaded = pickle.loads(pickle.dumps(optimizer))
-  loaded.build(make_weights("keras"))
-  assert_equal(*([v.numpy() for v in o.variables] for o in (loaded, optimizer)))
 
 
 # ---------------------------------------------------------------------- errors

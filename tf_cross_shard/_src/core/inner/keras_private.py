@@ -232,15 +232,6 @@ def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
   }
 
 
-def exclusions(optimizer: Any) -> tuple[list[Any], list[str]]:
-  """Returns the keys and patterns that `exclude_from_weight_decay` received."""
-  keys = getattr(optimizer, "_exclude_from_weight_decay", ())
-  pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
-  # tf_keras has a list of patterns. Keras 3 has one compiled pattern.
-  patterns = getattr(optimizer, "_exclude_from_weight_decay_names", ())
-  return list(keys), [*patterns, *([pattern.pattern] if pattern else [])]
-
-
 def strategy(optimizer: Any) -> tf.distribute.Strategy:
   """Returns the strategy whose scope an optimizer was created in."""
   made_in = optimizer._distribution_strategy

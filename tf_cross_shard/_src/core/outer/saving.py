@@ -1,8 +1,20 @@
 """Saves and restores the wrapped optimizer as if it were not wrapped.
 
 So a file that was saved without the wrapper loads with it, and vice versa.
-There are four ways to save: `get_config` (settings), pickling and copying
-(settings and values), Keras' files, and `tf.train.Checkpoint`.
+There are three ways to save: `get_config` (settings), Keras' files, and
+`tf.train.Checkpoint`.
+
+Pickles and copies (`copy.copy`, `copy.deepcopy`) are Keras' own:
+
+- In Keras 3, `KerasSaveable.__reduce__` writes the optimizer as a Keras file
+  and reads it again. A copy is not built. It has the configuration, which
+  contains the current learning rate. The iteration count is kept only if the
+  optimizer was not built: Keras skips the variables, with a warning, of an
+  optimizer that had slots.
+- tf_keras cannot pickle optimizers. Here, a copy has the configuration.
+
+In both, exclusions from weight decay are not in the configuration. To keep
+slots, use `tf.train.Checkpoint` or `replica_state.save`.
 """
 
 import copy
@@ -10,8 +22,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tf_cross_shard._src.core import parts
-from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import exclusions, keras_private
 from tf_cross_shard._src.core.inner import inner as inner_lib
 
 
@@ -73,7 +83,7 @@ class SavedState(Wrapping):
     return config
 
   def _before_saving(self) -> None:
-    """Runs before TensorFlow, Keras or pickle save the state."""
+    """Runs before TensorFlow or Keras save the state."""
 
   def set_weights(self, weights: Any) -> None:
     """Assigns values to the wrapped optimizer's variables, in order."""
@@ -87,49 +97,6 @@ class SavedState(Wrapping):
   def load_own_variables(self, store: Any) -> None:
     """Loads what the wrapped optimizer saved, wrapped or not."""
     self._inner.whole.load_own_variables(store)
-
-  def __reduce__(self) -> tuple[Any, ...]:
-    """Returns settings and state, to be pickled or copied."""
-    self._before_saving()
-    own, inner = self._components, self._inner
-    excluded = own.excluded
-    if not (inner.is_built and excluded):
-      excluded = exclusions.current(inner, excluded)
-    current = [
-      (variables_lib.path_of(v), v.numpy()) for v in inner.all_variables
-    ]
-    # A value that still waits for its variable is saved unchanged.
-    waiting = enumerate(own.unrestored)
-    state = [saved or current[i] for i, saved in waiting] or current
-    attributes = own.unrestored_attributes | {
-      name: variable.numpy() for name, variable in _attributes_of(inner).items()
-    }
-    arguments = type(self), self.get_config(), state, excluded, attributes
-    return _unpickle, arguments
-
-  def _restore(self, state: list[Any], attributes: dict[str, Any]) -> None:
-    """Assigns saved values to existing variables, and keeps the other values.
-
-    `build` restores the slots of an optimizer that is not built yet. A value
-    that is assigned becomes None in the list, because its variable may change
-    before the slots are created.
-    """
-    variables = self._inner.all_variables
-    complete = len(variables) == len(state)
-    waiting = list(state)
-    for i, (saved, variable) in enumerate(zip(state, variables, strict=False)):
-      # The order alone identifies variables only when all of them exist.
-      if saved and (complete or variables_lib.path_of(variable) == saved[0]):
-        variable.assign(saved[1])
-        waiting[i] = None
-    own = self._components
-    own.unrestored = [] if complete else waiting
-    existing = _attributes_of(self._inner)
-    for name in existing.keys() & attributes.keys():
-      existing[name].assign(attributes[name])
-    own.unrestored_attributes = {
-      name: value for name, value in attributes.items() if name not in existing
-    }
 
   # tf.train.Checkpoint sees the wrapped optimizer instead of the wrapper.
 
@@ -156,27 +123,3 @@ class SavedState(Wrapping):
   def _deferred_dependencies(self) -> Any:
     """The checkpoint's values that wait until the slots are created."""
     return self._checkpointed()._deferred_dependencies  # noqa: SLF001
-
-
-def _attributes_of(inner: inner_lib.Inner) -> dict[str, Any]:
-  """Returns the variables that only an attribute of an optimizer holds."""
-  return keras_private.unlisted_attributes(inner.innermost)
-
-
-def _unpickle(
-  cls: type[Any],
-  config: dict[str, Any],
-  state: list[Any],
-  excluded: Any = None,
-  attributes: Any = None,
-) -> Any:
-  """Reverses `SavedState.__reduce__`. Pickles contain the function's name.
-
-  Pickles of older versions do not have the last two arguments.
-  """
-  optimizer = cls.from_config(config)
-  own = parts.find(optimizer)
-  assert own is not None
-  own.excluded = excluded
-  optimizer._restore(state, attributes or {})  # noqa: SLF001  # of this module
-  return optimizer

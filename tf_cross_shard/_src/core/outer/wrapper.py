@@ -15,9 +15,9 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 
 from tf_cross_shard._src.core import parts, validation
-from tf_cross_shard._src.core.inner import exclusions, v1_conversion
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.inner import v1_conversion
 from tf_cross_shard._src.core.outer import loss_scaler, saving, v1_methods
 
 # Names that `dir` does not list. Keras saves each optimizer that it finds under
@@ -92,7 +92,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def _wrap(self, inner: inner_lib.Inner) -> None:
     """Stores the wrapped optimizer, and begins to forward attributes."""
-    components.set_components(self, components.Components(inner, self._package))
+    parts.attach(self, parts.Parts(inner, self._package))
     if inner.is_built:
       validation.check_not_overwritten(inner.trainable_variables)
 
@@ -131,7 +131,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
     """Reduces gradients before a LossScaleOptimizer around this optimizer."""
     loss_scaler.install_outer_loss_scaler(
-      self._inner.scaling, outer_scaler, methods
+      self._inner, outer_scaler, methods
     )
 
   def __getattr__(self, name: str) -> Any:
@@ -221,47 +221,30 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   def build(self, variables: Any) -> None:
     """Creates the wrapped optimizer's slots.
 
-    If the optimizer was unpickled, this method restores the pickled values. If
-    you also restore a checkpoint, do it after `build`.
-
     Args:
       variables: All variables that will ever be trained.
 
     Raises:
       NotImplementedError: If a variable is a float8 scale of Keras.
-      ValueError: If pickled values have different shapes.
-      RuntimeError: If pickled values are still to be restored, and you call
-        this method in one of several replicas. Only the slots of that replica
-        would receive the values.
+      RuntimeError: If restored values are waiting for their variables, and you
+        call this method in one of several replicas. Only the slots of that
+        replica would receive the values.
     """
     checkpointed = self._inner.checkpointed
-    own, variables = self._components, list(variables)
-    has_waiting_values = own.unrestored or getattr(
-      checkpointed, "has_waiting_values", False
-    )
-    if has_waiting_values and not tf.distribute.in_cross_replica_context():
+    variables = list(variables)
+    is_waiting = getattr(checkpointed, "has_waiting_values", False)
+    if is_waiting and not tf.distribute.in_cross_replica_context():
       replicas = tf.distribute.get_strategy().num_replicas_in_sync
       if replicas > 1:
         raise RuntimeError(
-          f"{self.name} was unpickled, copied or restored but is not built;"
-          f" each of the {replicas} replicas would build it for itself. Call"
-          " build(variables) inside `with strategy.scope():` before the first"
-          " step."
+          f"{self.name} was restored but is not built; each of the {replicas}"
+          " replicas would build it for itself. Call build(variables) inside"
+          " `with strategy.scope():` before the first step."
         )
     if not self._inner.is_built:
       validation.check_not_overwritten(variables)
       self._inner.check_dtypes(variables)
-      if own.excluded:
-        exclusions.exclude_again(self._inner, own.excluded, variables)
-      # Record the exclusions before `_build_slots`: with `shard_update`, the
-      # optimizer is built on other variables.
-      own.excluded = exclusions.of_variables(self._inner, variables)
     self._build_slots(variables)
-    if own.unrestored:
-      # Leave the function that is being traced, because it would restore the
-      # values in every step.
-      with tf.init_scope():
-        self._restore(own.unrestored, own.unrestored_attributes)
 
   def _build_slots(self, variables: list[Any]) -> None:
     """Creates the slots."""

@@ -83,6 +83,13 @@ class TfKerasWrapper(
         _create_or_restore_slot_variable=self._create_or_restore_slot_variable,
       )
 
+  def __reduce__(self) -> tuple[Any, ...]:
+    """Returns the configuration, to be pickled or copied, and no values.
+
+    tf_keras' own optimizers cannot be pickled.
+    """
+    return type(self).from_config, (self.get_config(),)
+
   @classmethod
   def from_config(
     cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
