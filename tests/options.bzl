@@ -4,7 +4,6 @@
 LARGE = [
     "equivalence/mixed_precision_test.py",
     "equivalence/random_programs_test.py",
-    "equivalence/saved_files_test.py",
     "equivalence/tpu_program_test.py",
     "multi_process/examples_test.py",
     "multi_process/killed_fit_test.py",
@@ -48,7 +47,6 @@ NIGHTLY = [
     "equivalence/keras_own_test.py",
     "equivalence/original_test.py",
     "equivalence/random_programs_test.py",
-    "equivalence/saved_files_test.py",
     "multi_process/examples_test.py",
     "multi_process/killed_fit_test.py",
     "multi_process/killed_trials_test.py",

@@ -34,10 +34,7 @@ from tf_cross_shard import (
   schedules,
   trials,
 )
-from tf_cross_shard._src import catalogue as _catalogue
-from tf_cross_shard._src import core as _core
 from tf_cross_shard._src.compiled_gradients import compiled_gradients
-from tf_cross_shard._src.core.outer import saving as _saving
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
@@ -61,11 +58,6 @@ for _public in (
   local_strategy,
 ):
   _public.__module__ = __name__
-
-# Pickles of earlier versions name these modules.
-for _old in ("wrapper.saving", "inner_optimizer.wrapper"):
-  _catalogue.forward(f"{__name__}.{_old.split('.')[0]}", _core)
-  _catalogue.forward(f"{__name__}.{_old}", _saving)
 
 __version__ = _versions.own_version()
 

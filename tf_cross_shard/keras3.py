@@ -19,7 +19,6 @@ from tf_cross_shard._src.core import versions as _versions
 _versions.check_keras3()
 
 from tf_cross_shard._src import catalogue as _catalogue
-from tf_cross_shard._src.core.keras3 import v1_optimizers as _v1_optimizers
 from tf_cross_shard._src.core.keras3.classes import (
   CrossShardOptimizer,
   PerGroup,
@@ -40,4 +39,3 @@ __all__ = [
   "TowerOptimizer",
 ]
 __dir__ = _catalogue.publish(globals())
-_catalogue.forward(f"{__name__}.v1_optimizers", _v1_optimizers)

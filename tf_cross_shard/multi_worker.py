@@ -60,4 +60,3 @@ __all__ = [
   "newest_common",
 ]
 __dir__ = _catalogue.publish(globals())
-_catalogue.forward(f"{__name__}.launch", launch)

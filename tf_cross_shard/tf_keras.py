@@ -20,7 +20,6 @@ from tf_cross_shard._src.core import versions as _versions
 _versions.check_tf_keras()
 
 from tf_cross_shard._src import catalogue as _catalogue
-from tf_cross_shard._src.core.tf_keras import v1_optimizers as _v1_optimizers
 from tf_cross_shard._src.core.tf_keras.classes import (
   CrossShardOptimizer,
   PerGroup,
@@ -41,4 +40,3 @@ __all__ = [
   "TowerOptimizer",
 ]
 __dir__ = _catalogue.publish(globals())
-_catalogue.forward(f"{__name__}.v1_optimizers", _v1_optimizers)

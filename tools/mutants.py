@@ -120,7 +120,6 @@ MUTANTS = [
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_state.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
   Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_state.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "elif before // self._every < now // self._every:", "elif steps_before // self._every < steps // self._every:", "unit/islands/outer_optimizer"),
-  Mutant("state of a removed feature is an error", "_src/replica_state/checkpoint.py", "[name for name in names if name not in left_out]", "names", "unit/replica_state/removed_state"),
   # Trials.
   Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/search/halving"),
   Mutant("all trials resume from the first trial's state", "_src/search/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/search/halving"),

@@ -9,7 +9,6 @@ the public module, which is stable, rather than a module in `_src`, which may
 move.
 """
 
-import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,13 +27,3 @@ def publish(module: Mapping[str, Any]) -> Callable[[], list[str]]:
     if is_named and member.__module__.startswith("tf_cross_shard._src"):
       member.__module__ = module["__name__"]
   return lambda: sorted(names)
-
-
-def forward(old: str, module: types.ModuleType) -> None:
-  """Makes a module importable by an old name, which pickles may contain.
-
-  >>> import pickle
-  >>> forward("tf_cross_shard.old_name", types)
-  >>> import tf_cross_shard.old_name
-  """
-  sys.modules[old] = module

@@ -431,40 +431,6 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
       np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
 
 
-# ---------------------------------------------------------- order of arguments
-
-
-def test_optimizer_and_model_are_distinguished(tmp_path: pathlib.Path) -> None:
-  """Every function takes both orders: that of the docs, and the reverse."""
-  model, optimizer = _made(
-    "mirrored", "keras", lambda home: _dense(home, "only")
-  )
-  optimizer.build(model.trainable_variables)
-  kernel = model.trainable_variables[0]
-  right = [testbed.copies(kernel)[members[0]] for members in CROSSED]
-  path = tmp_path / "state"
-  for pair in ((optimizer, model), (model, optimizer)):
-    replica_state.assert_in_sync(*pair)
-    replica_state.save(path, *pair)
-    replica_state.copy_group(0, 1, *pair)
-    assert len({v.tobytes() for v in replica_state.values(kernel)}) == 1
-    replica_state.restore(path, *pair)
-    replica_state.average(*pair, slots=True)
-    mean = replica_state.group_values(optimizer, kernel)
-    np.testing.assert_array_equal(mean, [sum(right) / 2] * 2)
-    replica_state.restore(path, *pair)
-    mean = replica_state.ensemble(*pair, [0, 1])(X)
-    np.testing.assert_allclose(mean, replica_state.ensemble(*pair)(X))
-    for order in (
-      (1, *pair),
-      (model, 1, optimizer),
-      (optimizer, 1, model),
-    ):
-      plain = replica_state.load_group(*order)
-      np.testing.assert_array_equal(plain.layers[0].kernel, right[1])
-      assert replica_state.load_group(*order, plain) is plain
-
-
 # ---------------------------------------------------------------------- errors
 
 

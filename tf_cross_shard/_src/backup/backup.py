@@ -27,7 +27,6 @@ from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import (
   checkpoint,
-  removed_state,
 )
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -187,8 +186,6 @@ class BackupAndRestore(group_callback.GroupCallback):
       restored = checkpoint.restore_file(
         paths[0], optimizer, self.model, paths[1:]
       )
-      if self._files.is_first:
-        removed_state.warn(paths[0], restored.left_out)
       if not restored.is_exact and self._files.is_first:
         logging.warning(
           "The backup %s was made with other groups or workers. Training"

@@ -419,11 +419,6 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     """Returns the arguments besides `opt`, in serializable form."""
     return self._step.settings.to_config()
 
-  @classmethod
-  def _without_removed(cls, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the arguments of older versions."""
-    return settings_lib.Settings.without_removed(config)
-
   def _before_saving(self) -> None:
     """Warns that saving keeps only the first group."""
     own = parts.find(self)

@@ -13,14 +13,11 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import tensorflow as tf
-from absl import logging
 
 from tf_cross_shard._src.core import parts, loss_factor, validation
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import clipping, packing
 
-# Arguments of earlier versions, which saved configurations may still contain.
-_REMOVED: Final = ("has_backup", "noise_scale")
 _Class = TypeVar("_Class", bound=type[Any])
 LIMITS: Final = clipping.LIMITS
 
@@ -139,30 +136,6 @@ class Settings:
         f"`lazy_rows` is {self.lazy_rows!r} and `accumulate_steps` is {steps},"
         " but accumulated gradients are dense. Set only one of these arguments."
       )
-
-  @staticmethod
-  def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without removed arguments; warns about them.
-
-    >>> Settings.without_removed({"name": "ours", "has_backup": False})
-    {'name': 'ours'}
-    """
-    kept = {k: v for k, v in config.items() if k not in _REMOVED}
-    left_out = [k for k in _REMOVED if config.get(k)]
-    if kept.get("wire_dtype") == "int8":
-      kept["wire_dtype"] = None
-      left_out.append('wire_dtype="int8"')
-    if kept.get("lazy_rows") and (kept.get("accumulate_steps") or 1) > 1:
-      kept["lazy_rows"] = False
-      left_out.append("lazy_rows together with accumulate_steps")
-    if left_out:
-      logging.warning(
-        "The configuration of %s contains arguments that this version no longer"
-        " has. They are ignored: %s.",
-        config.get("name"),
-        ", ".join(left_out),
-      )
-    return kept
 
   @classmethod
   def of(cls, arguments: Mapping[str, Any]) -> "Settings":

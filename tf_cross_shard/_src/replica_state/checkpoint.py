@@ -23,7 +23,6 @@ from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
   group_state,
-  removed_state,
 )
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.replica_state.archive import CheckpointError
@@ -43,14 +42,11 @@ class Restored(NamedTuple):
     arrays: The arrays that belong to no group.
     is_exact: Whether groups and workers are the same as when the file was
       written, so every replica resumes with exactly its own values.
-    left_out: Variables of features that no longer exist, for
-      `removed_state.warn`.
   """
 
   values: Any
   arrays: dict[str, archive.Array]
   is_exact: bool
-  left_out: dict[str, str]
 
 
 def save(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -128,7 +124,6 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
     OSError: If the file cannot be read.
   """
   restored = restore_file(paths_lib.as_path(path), optimizer, model)
-  removed_state.warn(path, restored.left_out)
   if not restored.is_exact and names_lib.windows(optimizer):
     logging.warning(
       "Accumulation windows start again: the groups in the file have another"
@@ -151,7 +146,7 @@ def restore_file(
     others: Files of other workers, which are searched for groups that `target`
       does not hold.
   """
-  optimizer, model = group_state.optimizer_first(optimizer, model)
+  names_lib.check_optimizer(optimizer)
   if model is not None:
     _build(optimizer, model)
   state = group_state.GroupState(optimizer, model)
@@ -166,19 +161,10 @@ def restore_file(
     # Workers have to read the same file, unless each has its own file.
     outcomes[0]["checksum"] = file.checksum if own_values is None else 0
     _check_groups(file, state)
-    names = file.about["names"]
-    state.entries = removed_state.without_new(target, state.entries, names)
-    own_names = [entry.name for entry in state.entries]
-    older = removed_state.older_sums(names, own_names)
-    own_names = [older.get(name, name) for name in own_names]
-    state.rename(own_names)
-    left_out = removed_state.left_out(names, own_names)
-    kept = [name for name in names if name not in left_out]
-    row_sums = removed_state.row_sums(left_out)
-    _check_names(file, state, [*kept, *row_sums])
+    _check_names(file, state, file.about["names"])
     is_exact = _is_exact(file, state)
     files = _files_here(file, state, others, stack)
-    plan = _plan(files, state, is_exact, is_exact and not row_sums)
+    plan = _plan(files, state, is_exact)
     own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
   checksums = [outcome["checksum"] for outcome in outcomes]
   for i, checksum in enumerate(checksums):
@@ -190,7 +176,7 @@ def restore_file(
         " it to each of them."
       )
   state.assign(plan)
-  return Restored(own_values, own_arrays, is_exact, left_out)
+  return Restored(own_values, own_arrays, is_exact)
 
 
 def read_group(path: Any, group: int, model: Any) -> Any:
@@ -357,8 +343,7 @@ def _is_exact(file: archive.Archive, state: group_state.GroupState) -> bool:
   saved, own = _saved_groups(file), state.groups.to_lists()
   if "values" not in file.about:
     return len(saved[0]) == len(own[0])
-  workers = file.about.get("workers", state.num_workers)
-  return saved == own and bool(workers == state.num_workers)
+  return saved == own and bool(file.about["workers"] == state.num_workers)
 
 
 def _files_here(
@@ -406,22 +391,20 @@ def _plan(
   files: GroupSources,
   state: group_state.GroupState,
   is_exact: bool,
-  keeps_window: bool,
 ) -> list[list[archive.Array]]:
   """Returns the values of each variable for the replicas of this process.
 
   Args:
     files: The file of each group.
     state: The variables.
-    is_exact: Whether every replica can be restored with its own values.
-    keeps_window: Whether an unfinished accumulation window continues. Otherwise
-      the window starts again: the sums of other members would be counted twice
-      or not at all.
+    is_exact: Whether every replica can be restored with its own values. If
+      not, an unfinished accumulation window starts again: the sums of other
+      members would be counted twice or not at all.
   """
   ids_of_sums = set(map(id, names_lib.windows(state.optimizer)))
   plan = []
   for entry in state.entries:
-    if not keeps_window and id(entry.variable) in ids_of_sums:
+    if not is_exact and id(entry.variable) in ids_of_sums:
       # An empty gradient sum.
       dtype = tf.as_dtype(entry.variable.dtype).as_numpy_dtype
       zeros = np.zeros(tuple(entry.variable.shape), dtype)

@@ -65,11 +65,6 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     ValueError: If there is no such group, if Keras cannot clone `model`, or if
       `into` does not fit. Nothing is changed in that case.
   """
-  if hasattr(group, "apply_gradients"):
-    group, optimizer = optimizer, group
-  optimizer, model = group_state.optimizer_first(optimizer, model)
-  if hasattr(group, "variables"):  # Older programs passed the model first.
-    group, model = model, group
   keras = keras_private.keras_of(model)
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
   members = _members_of(state.groups, group, "group")
@@ -196,7 +191,6 @@ def ensemble(
     ValueError: If there is no such group, if `model` cannot be cloned, if its
       inputs are not known, or if an output has a dtype without a mean.
   """
-  optimizer, model = group_state.optimizer_first(optimizer, model)
   keras = keras_private.keras_of(model)
   groups = group_state.GroupState(optimizer, model, with_optimizer=False).groups
   chosen = list(range(groups.num_groups) if members is None else members)

@@ -44,13 +44,11 @@ class Entry(NamedTuple):
     variable: The variable.
     is_shared: Whether the members of a group must have equal values of the
       variable.
-    is_new: Whether files of older versions lack the variable.
   """
 
   name: str
   variable: Any
   is_shared: bool
-  is_new: bool = False
 
   @property
   def shape(self) -> tf.TensorShape:
@@ -83,22 +81,20 @@ class GroupState:
     """Finds the variables, the strategy and the groups.
 
     Args:
-      optimizer: The optimizer. The optimizer and the model may be swapped.
+      optimizer: The optimizer.
       model: A model or a list of variables; None to use the optimizer's
         variables only.
       with_optimizer: Whether to include the optimizer's variables. If False,
         only the groups are read from the optimizer, which need not be built.
     """
-    optimizer, model = optimizer_first(optimizer, model)
     if optimizer is not None:
       names_lib.check_optimizer(optimizer)
     self.optimizer = optimizer
     # Optimizer state in which members of a group may differ.
     own = set(map(id, names_lib.windows(optimizer)))
     state = names_lib.state_variables(optimizer) if with_optimizer else []
-    new = set(map(id, names_lib.unlisted_attributes(optimizer)))
     self.entries = [
-      Entry(f"optimizer/{name}", v, id(v) not in own, id(v) in new)
+      Entry(f"optimizer/{name}", v, id(v) not in own)
       for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
@@ -122,13 +118,6 @@ class GroupState:
     """The number of workers that train together."""
     workers = self.copies.workers
     return 1 if workers is None else len(workers.names)
-
-  def rename(self, names: Sequence[str]) -> None:
-    """Gives the variables other names, such as those of an older file."""
-    self.entries = [
-      entry._replace(name=name)
-      for entry, name in zip(self.entries, names, strict=True)
-    ]
 
   @property
   def seeds(self) -> list[str]:
@@ -330,15 +319,6 @@ def key(name: str, group: int, member: int | None = None) -> str:
   """Returns the name of an array of a group, or of one member, in a file."""
   own = "" if member is None else f"member_{member}/"
   return f"group_{group}/{own}{name}"
-
-
-def optimizer_first(optimizer: Any, other: Any) -> tuple[Any, Any]:
-  """Returns the optimizer and the other argument, even if they were swapped."""
-  if hasattr(other, "apply_gradients") and not (
-    hasattr(optimizer, "apply_gradients")
-  ):
-    return other, optimizer
-  return optimizer, other
 
 
 def warn_if_collapsed(optimizer: Any) -> None:

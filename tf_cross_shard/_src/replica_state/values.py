@@ -55,7 +55,7 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
     ValueError: If the optimizer's groups have another number of replicas than
       the variable.
   """
-  optimizer, variable = group_state.optimizer_first(optimizer, variable)
+  names_lib.check_optimizer(optimizer)
   group_state.warn_if_collapsed(optimizer)
   strategy = replicas_lib.strategy_of(variable)
   if strategy is None:

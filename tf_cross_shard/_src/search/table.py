@@ -224,24 +224,6 @@ class Table(Sequence[Trial]):
     trials = [Trial(i, row) for i, row in enumerate(rows)]
     self._results = Results(trials, variables)
 
-  def __getstate__(self) -> dict[str, Any]:
-    """Returns the state for pickles, in a format that does not change."""
-    own = self._results
-    return {
-      "groups": self.groups,
-      "monitor": own.monitor,
-      "_trials": own.trials,
-      "_sign": own.sign,
-      "_asked": own.asked,
-      "_variables": own.variables,
-    }
-
-  def __setstate__(self, state: dict[str, Any]) -> None:
-    """Restores the state from a pickle."""
-    self.groups = state["groups"]
-    names = ("_trials", "_variables", "monitor", "_sign", "_asked")
-    self._results = Results(*(state[name] for name in names))
-
   def __len__(self) -> int:
     """Returns the number of trials."""
     return len(self._results.trials)

@@ -96,15 +96,6 @@ def listed(optimizer: Any) -> list[Any]:
   return list(variables() if callable(variables) else variables)
 
 
-def unlisted_attributes(optimizer: Any) -> list[Any]:
-  """Returns the variables that only attributes of optimizers hold."""
-  return [
-    variable
-    for nested in nested_optimizers(optimizer)
-    for variable in keras_private.unlisted_attributes(nested).values()
-  ]
-
-
 def learning_rates(optimizer: Any) -> list[Any]:
   """Returns the variables of all learning rates that are in use.
 

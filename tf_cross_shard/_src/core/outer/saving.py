@@ -29,11 +29,11 @@ class Wrapping:
   """Base class of the mixins: gives access to the objects behind a wrapper."""
 
   @property
-  def _components(self) -> components.Components:
+  def _parts(self) -> parts.Parts:
     """The objects behind this wrapper."""
-    own = parts.find(self)
-    assert own is not None
-    return own
+    found = parts.find(self)
+    assert found is not None
+    return found
 
   @property
   def _inner(self) -> inner_lib.Inner:
@@ -71,16 +71,10 @@ class SavedState(Wrapping):
     Returns:
       A new optimizer, not built.
     """
-    config = cls._without_removed(config)
     # A copy, because Keras changes the dictionary.
     opt = copy.deepcopy(config[cls._argument])
     opt = cls._deserialize(opt, custom_objects)
     return cls(**{**config, cls._argument: opt})
-
-  @classmethod
-  def _without_removed(cls, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a configuration without the arguments of older versions."""
-    return config
 
   def _before_saving(self) -> None:
     """Runs before TensorFlow or Keras save the state."""

@@ -91,15 +91,6 @@ class TfKerasWrapper(
     return type(self).from_config, (self.get_config(),)
 
   @classmethod
-  def from_config(
-    cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-  ) -> Any:
-    """Creates an optimizer, not built, from the result of `get_config`."""
-    # Version 0.2.0 wrote this key, as Keras' own optimizers do.
-    own = {k: v for k, v in config.items() if k != "is_legacy_optimizer"}
-    return super().from_config(own, custom_objects)
-
-  @classmethod
   def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     """Returns the optimizer that a dictionary describes, not built."""
     own = config["config"]
