@@ -102,9 +102,7 @@ class _Step:
           gradients.append(gradient)
           variables.append(variable)
 
-      with overriding.overriding(
-        model.optimizer, apply_gradients=keep
-      ):
+      with overriding.overriding(model.optimizer, apply_gradients=keep):
         metrics = keras_own(model, data)
       return metrics, gradients
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts, loss_factor, reduce, validation
 from tf_cross_shard._src.core import describe as describe_lib
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import loss_factor, parts, reduce, validation
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
@@ -365,9 +365,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._step.tables.add(
-      list(var_list or ()), list(var_names or ())
-    )
+    self._step.tables.add(list(var_list or ()), list(var_names or ()))
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites variables with the moving averages of `opt`, if any.

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts, loss_factor, validation
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import loss_factor, parts, validation
 from tf_cross_shard._src.core.gradients import clipping, packing
 
 _Class = TypeVar("_Class", bound=type[Any])

@@ -94,8 +94,7 @@ class GroupState:
     own = set(map(id, names_lib.windows(optimizer)))
     state = names_lib.state_variables(optimizer) if with_optimizer else []
     self.entries = [
-      Entry(f"optimizer/{name}", v, id(v) not in own)
-      for name, v in state
+      Entry(f"optimizer/{name}", v, id(v) not in own) for name, v in state
     ]
     # A variable that the optimizer and the model share is listed once.
     known = {id(replicas_lib.native(entry.variable)) for entry in self.entries}

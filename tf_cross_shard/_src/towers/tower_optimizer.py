@@ -18,7 +18,11 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import clipping, differentiate, row_sparse
+from tf_cross_shard._src.core.gradients import (
+  clipping,
+  differentiate,
+  row_sparse,
+)
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.towers import gradient_collector

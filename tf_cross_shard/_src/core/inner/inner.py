@@ -172,9 +172,7 @@ class Inner(abc.ABC):
 
     A TowerOptimizer may wrap an optimizer whose state is sharded.
     """
-    return (
-      self.sharded_state or names_lib.sharded_state(self.optimizer) or self
-    )
+    return self.sharded_state or names_lib.sharded_state(self.optimizer) or self
 
   @property
   def variables(self) -> list[Any]:
@@ -366,9 +364,7 @@ class Inner(abc.ABC):
       finally:
         self._thread.is_called_by_loss_scaler = False
       return
-    with fused.updating(
-      self.innermost, self.index, self.fused, row_step
-    ):
+    with fused.updating(self.innermost, self.index, self.fused, row_step):
       self._apply(grads, variables, through_apply, **options)
 
   @abc.abstractmethod

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 

@@ -115,9 +115,7 @@ class Keras3Adapter(inner_lib.Inner):
     ]
     names, slots = [], []
     # Each optimizer of a MultiOptimizer holds the slots of some variables.
-    for layer in keras_private.nested(self.innermost) or [
-      self.innermost
-    ]:
+    for layer in keras_private.nested(self.innermost) or [self.innermost]:
       keys = (layer._var_key(reference), path, reference.name)
       index = layer._trainable_variables_indices.get(keys[0])
       if index is None:
@@ -134,9 +132,7 @@ class Keras3Adapter(inner_lib.Inner):
   def slot_names(self) -> list[str]:
     """Returns the name of every slot, once."""
     whole = self.whole
-    slots = (
-      whole.slots(v) for v in whole.trainable_variables if self.is_built
-    )
+    slots = (whole.slots(v) for v in whole.trainable_variables if self.is_built)
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   @property

@@ -130,9 +130,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
     """Reduces gradients before a LossScaleOptimizer around this optimizer."""
-    loss_scaler.install_outer_loss_scaler(
-      self._inner, outer_scaler, methods
-    )
+    loss_scaler.install_outer_loss_scaler(self._inner, outer_scaler, methods)
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the wrapped optimizer."""

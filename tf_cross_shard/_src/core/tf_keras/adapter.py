@@ -18,8 +18,8 @@ from tensorflow.python.distribute import distribute_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import loss_scaling, overriding, state
 from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.inner import overriding
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -107,9 +107,7 @@ class TfKerasAdapter(inner_lib.Inner):
     """Returns the slots of a variable by name; empty for an unknown one."""
     if not self.is_built or self.index(variable) is None:
       return {}
-    return self._slots_of(
-      self.innermost._var_key(variable), variable.name
-    )
+    return self._slots_of(self.innermost._var_key(variable), variable.name)
 
   def slot_names(self) -> list[str]:
     """Returns the name of every slot, once."""

@@ -91,9 +91,7 @@ class CrossShardOptimizer(
     """
     self._step.checks.check_place()
     call = step_lib.Call(*validation.check_pairs(grads_and_vars))
-    return list(
-      zip(self._step.sum(call), call.variables, strict=True)
-    )
+    return list(zip(self._step.sum(call), call.variables, strict=True))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
