@@ -84,7 +84,7 @@ class Description:
   __repr__ = __str__
 
 
-def describe(step: step_lib.StepPipeline, optimizer: str) -> Description:
+def describe(step: step_lib.Step, optimizer: str) -> Description:
   """Returns what a step does.
 
   Args:
@@ -136,7 +136,7 @@ def describe(step: step_lib.StepPipeline, optimizer: str) -> Description:
 
 
 def _rows(
-  step: step_lib.StepPipeline, variables: Sequence[Any]
+  step: step_lib.Step, variables: Sequence[Any]
 ) -> list[described.VariableUpdate]:
   """Returns the rows of the update, for all calls that make a step."""
   # If Keras accumulates sums, every call reduces.
@@ -154,7 +154,7 @@ def _rows(
   ]
 
 
-def _nonfinite(step: step_lib.StepPipeline) -> str:
+def _nonfinite(step: step_lib.Step) -> str:
   """Returns what happens to a step with a NaN or an infinity."""
   if step.context.inner.skips_overflows:
     return "skipped by the LossScaleOptimizer"
@@ -162,7 +162,7 @@ def _nonfinite(step: step_lib.StepPipeline) -> str:
 
 
 def _not_in_force(
-  step: step_lib.StepPipeline, rows: Sequence[described.VariableUpdate]
+  step: step_lib.Step, rows: Sequence[described.VariableUpdate]
 ) -> Iterator[tuple[str, str]]:
   """Yields the names of settings that change nothing here, and the reasons."""
   settings, engine = step.settings, step.context.engine
@@ -206,7 +206,7 @@ def _not_in_force(
 
 
 def _why_no_rows(
-  step: step_lib.StepPipeline, rows: Sequence[described.VariableUpdate]
+  step: step_lib.Step, rows: Sequence[described.VariableUpdate]
 ) -> str:
   """Returns why no table is updated by rows; "" if one is, or may be."""
   if not step.context.engine.supports_sparse:
@@ -224,7 +224,7 @@ def _why_no_rows(
 
 
 def _notes(
-  step: step_lib.StepPipeline,
+  step: step_lib.Step,
   variables: Sequence[Any],
   rows: Sequence[described.VariableUpdate],
 ) -> Iterator[str]:
@@ -259,7 +259,7 @@ def _notes(
       yield f"Every step updates all rows of {row.path}. {_remedy(step)}"
 
 
-def _remedy(step: step_lib.StepPipeline) -> str:
+def _remedy(step: step_lib.Step) -> str:
   """Returns how a table can be updated by rows, or why it cannot."""
   if not step.context.engine.supports_sparse:
     return "On TPUs, there is no other way."

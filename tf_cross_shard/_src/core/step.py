@@ -155,18 +155,22 @@ class Step:
         self.skipped_steps.assign_add(tf.cast(~is_finite, tf.int64))
       # A dynamic LossScaleOptimizer skips a step itself.
       if self.skipped_steps is None or self.inner.skips_overflows:
-        self._apply(call, sums)
+        self.update.apply(sums, call.variables, call.through_apply)
       else:
-        tf.cond(is_finite, lambda: self._apply(call, sums), lambda: None)
+        tf.cond(
+          is_finite,
+          lambda: self.update.apply(sums, call.variables, call.through_apply),
+          lambda: None,
+        )
+      if call.global_step is not None:
+        self._count(call.global_step, sums)
     self.update.gather_weights(sums)
 
-  def _apply(self, call: Call, sums: Sequence[Gradient]) -> None:
-    """Lets the user's optimizer apply the sums, and counts the step."""
-    self.update.apply(sums, call.variables, call.through_apply)
-    step = call.global_step
-    if step is not None and self.engine.updates_here(step):
-      counts = not self.inner.skips_overflows or clipping.all_finite(sums)
-      step.assign_add(tf.cast(counts, step.dtype))
+  def _count(self, global_step: Any, sums: Sequence[Gradient]) -> None:
+    """Increments the user's counter, unless the step was skipped."""
+    if self.engine.updates_here(global_step):
+      is_step = clipping.all_finite(sums) if self._may_skip else True
+      global_step.assign_add(tf.cast(is_step, global_step.dtype))
 
   def _scale_and_clip(self, call: Call) -> list[Gradient]:
     """Returns this replica's own gradients, scaled and clipped.
@@ -207,7 +211,7 @@ class Step:
   ) -> None:
     """Applies sums after an outer LossScaleOptimizer found them finite.
 
-    That optimizer calls this method inside `_apply`.
+    That optimizer calls this method inside `update.apply`.
     """
     self.inner.apply(grads, variables, True, self.tables.row_step)
 
