@@ -211,7 +211,7 @@ def _why_no_rows(
   """Returns why no table is updated by rows; "" if one is, or may be."""
   if not step.context.engine.supports_sparse:
     return "TPU programs have no shapes that depend on data: all rows change"
-  if not step.tables.is_by_rows():
+  if not step.tables.is_by_rows:
     return "XLA compiles the step, so all rows change"
   if not rows or any(row.updated_by == "rows" for row in rows):
     return ""

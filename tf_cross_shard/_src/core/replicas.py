@@ -169,22 +169,14 @@ class Copies:
     words = _to_words(own)
     parts = [np.zeros([engine.num_replicas, 0], np.int32)]
     for start in range(0, words.shape[1], _MOST_WORDS):
-      joined = self._gather_words(words[:, start : start + _MOST_WORDS])
-      parts.append(joined.reshape([engine.num_replicas, -1]))
+      part = tf.constant(words[:, start : start + _MOST_WORDS])
+      try:
+        joined = _gather_words(engine.strategy, part)
+        [first, *_] = engine.strategy.experimental_local_results(joined)
+        parts.append(first.numpy().reshape([engine.num_replicas, -1]))
+      except tf.errors.OpError as error:
+        raise errors.from_message(str(error.message)) or error from error
     return [_from_words(row, own[0]) for row in np.concatenate(parts, axis=1)]
-
-  def _gather_words(self, words: Array) -> Array:
-    """Returns the words of all replicas, concatenated.
-
-    `words` is `[replicas here, n]`: one row for each replica of this process.
-    """
-    strategy = self.engine.strategy
-    try:
-      result = _gather_words(strategy, tf.constant(words))
-      [first, *_] = strategy.experimental_local_results(result)
-      return first.numpy()
-    except tf.errors.OpError as error:
-      raise errors.from_message(str(error.message)) or error from error
 
   def _copies(self, variable: Any) -> Sequence[Any]:
     """Returns the copies of this process, or the only one if all share it."""
@@ -214,7 +206,10 @@ def _pad_rows(array: Array, rows: int) -> Array:
 # At module level, so that it is traced once and not in every call.
 @tf.function(autograph=False, reduce_retracing=True)
 def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
-  """Gathers rows; each replica returns the rows of all, concatenated."""
+  """Gathers rows; each replica returns the rows of all, concatenated.
+
+  `words` is `[replicas here, n]`: one row for each replica of this process.
+  """
   engine = reduce.for_strategy(strategy)
 
   def gather_own() -> tf.Tensor:

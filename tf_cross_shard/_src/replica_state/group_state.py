@@ -200,10 +200,7 @@ class GroupState:
     return arrays
 
   def write(
-    self,
-    path: paths_lib.Path,
-    topic: str,
-    arrays: Mapping[str, archive.Array],
+    self, path: paths_lib.Path, topic: str, arrays: Mapping[str, archive.Array]
   ) -> None:
     """Writes a checkpoint on the first worker.
 
