@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support import multi_worker_faults, programs, workers
@@ -320,6 +321,26 @@ def _assert_as_undisturbed(resumed: dict[str, Any], epochs: list[int]) -> None:
   assert resumed["losses"] == whole["losses"][epochs[0] :]
   for value, right in zip(resumed["state"], whole["state"], strict=True):
     assert value.tobytes() == right.tobytes()
+
+
+def test_four_workers_resume_after_two_were_killed(
+  tmp_path: pathlib.Path,
+) -> None:
+  def run(count: int, name: str, killed_after: int | None) -> Any:
+    return workers.run(
+      *("fit", count),
+      arguments={"folder": tmp_path / name, "killed_after": killed_after},
+      may_fail=range(count) if killed_after else (),
+    )[0]
+
+  undisturbed = run(2, "undisturbed", None).result
+  assert run(2, "backups", 13).returncode == -signal.SIGKILL
+  resumed = run(4, "backups", None).result
+  assert resumed["epochs"] == [1, 2]  # The first epoch was complete.
+  for value, right in zip(
+    resumed["weights"], undisturbed["weights"], strict=True
+  ):
+    np.testing.assert_allclose(value, right, rtol=1e-5, atol=1e-6)
 
 
 def test_a_signal_to_one_worker_ends_all_after_one_batch(

@@ -321,5 +321,34 @@ def resume(
   }
 
 
+def fit(
+  folder: pathlib.Path, killed_after: int | None, strategy: Any
+) -> dict[str, Any]:
+  """Trains one group with backups; may kill worker 0 after some steps."""
+  with strategy.scope():
+    model = testbed.network()
+    adam = tf.keras.optimizers.Adam(0.01)
+    model.compile(CrossShardOptimizer(adam), "mse")
+  is_first = cases.place_of(strategy) == 0
+
+  def kill(batch: int, logs: Any) -> None:
+    del batch, logs
+    if is_first and model.optimizer.iterations.numpy() == killed_after:
+      os.kill(os.getpid(), signal.SIGKILL)
+
+  rng = np.random.default_rng(0)
+  examples = rng.normal(size=[256, 3]), rng.normal(size=[256, 2])
+  history = model.fit(
+    tf.data.Dataset.from_tensor_slices(examples).batch(32),
+    epochs=3,
+    verbose=0,
+    callbacks=[
+      BackupAndRestore(folder, every=3),
+      tf.keras.callbacks.LambdaCallback(on_train_batch_end=kill),
+    ],
+  )
+  return {"epochs": history.epoch, "weights": model.get_weights()}
+
+
 def _same(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
   return all((x == y).all() for x, y in zip(before, after, strict=True))

@@ -107,6 +107,11 @@ def resume(
   return found
 
 
+def fit(folder: pathlib.Path, killed_after: int | None) -> dict[str, Any]:
+  """Trains a model with backups; worker 0 may be killed after some steps."""
+  return multi_worker_faults.fit(folder, killed_after, strategy_of("own"))
+
+
 def two_replicas_each() -> tf.distribute.Strategy:
   """Returns a strategy with two replicas in each process, as with GPUs.
 
@@ -203,6 +208,7 @@ TASKS: dict[str, Callable[..., Any]] = {
     lose_waiting,
     stall,
     resume,
+    fit,
     local_replicas,
     two,
     random,
