@@ -258,7 +258,7 @@ def learn(
     callbacks=[] if outer is None else [outer],
   )
   replica_state.average(optimizer, model)
-  plain = replica_state.load_group(0, optimizer, model)
+  plain = replica_state.load_group(model, 0, optimizer)
   plain.compile(loss=loss, metrics=["accuracy"])
   result = plain.evaluate(images[is_test], labels[is_test], verbose=0)
   return result[0], result[1]

@@ -43,9 +43,9 @@ of variables. Without `group_assignment`, all replicas form one group.
 >>> [float(value[0, 0]) for value in group_values(kernel, optimizer)]
 [0.0, 10.0]
 >>> x = tf.constant([[2.0]])
->>> float(load_group(1, optimizer, model)(x)[0, 0])
+>>> float(load_group(model, 1, optimizer)(x)[0, 0])
 20.0
->>> float(ensemble(optimizer, model)(x)[0, 0])
+>>> float(ensemble(model, optimizer)(x)[0, 0])
 10.0
 >>> assert_in_sync(optimizer, model)
 >>> average(optimizer, model)

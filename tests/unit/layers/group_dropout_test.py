@@ -133,7 +133,7 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
   library, _ = training.KERASES[which]
   model, optimizer = _model(which, [0.0, 0.75])
   for group, rate in enumerate([0.0, 0.75]):
-    plain = replica_state.load_group(group, optimizer, model)
+    plain = replica_state.load_group(model, group, optimizer)
     assert type(plain.layers[0]) is library.layers.Dropout
     assert plain.layers[0].rate == rate
     assert float(plain(X)[0, 0]) == 500

@@ -217,7 +217,7 @@ def test_a_served_model_needs_no_random_numbers(
   trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
   trained.steps(0, 2)
   trained.save(tmp_path / "a")
-  right = replica_state.load_group(1, trained.optimizer, trained.model)
+  right = replica_state.load_group(trained.model, 1, trained.optimizer)
   layers = tf.keras.layers
   for dropouts in ([], [layers.Dropout(0.5, seed=9), layers.Dropout(0.5)]):
     plain = tf.keras.Sequential(
@@ -228,7 +228,7 @@ def test_a_served_model_needs_no_random_numbers(
     )
     x = np.ones([2, 4], "float32")
     into = replica_state.load_group(
-      1, trained.optimizer, trained.model, into=plain
+      trained.model, 1, trained.optimizer, into=plain
     )
     np.testing.assert_array_equal(into(x), right(x))
     plain.set_weights([np.zeros_like(w) for w in plain.get_weights()])
@@ -244,7 +244,7 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
   trained.save(path)
   plain = _network(seed=2)
   for i in (1, 0):
-    right = replica_state.load_group(i, trained.optimizer, trained.model)
+    right = replica_state.load_group(trained.model, i, trained.optimizer)
     assert replica_state.read_group(path, i, plain) is plain
     for variable, expected in zip(
       plain.variables, right.variables, strict=True

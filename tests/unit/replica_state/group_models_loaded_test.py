@@ -63,7 +63,7 @@ def test_an_ensemble_is_loaded_without_this_package(
   for library in KERASES:
     model, optimizer = _made(library)
     with testbed.mirrored().scope():
-      ensemble = replica_state.ensemble(optimizer, model)
+      ensemble = replica_state.ensemble(model, optimizer)
     found = ensemble.predict(data, verbose=0)
     assert found.keys() == {"sum", "probabilities"}
     right |= {f"{library} {key}": value for key, value in found.items()}

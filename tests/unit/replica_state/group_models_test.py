@@ -103,7 +103,7 @@ def test_one_group_as_a_plain_model(where: str, library: str) -> None:
   right = [_expected(model, members) for members in CROSSED]
   assert np.abs(right[0] - right[1]).max() > 1
   with STRATEGIES[where]().scope():
-    plain = [replica_state.load_group(i, optimizer, model) for i in (0, 1)]
+    plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
   for one, expected in zip(plain, right, strict=True):
     np.testing.assert_array_equal(one(X), expected)
     assert [layer.name for layer in one.layers] == [
@@ -116,7 +116,7 @@ def test_one_group_as_a_plain_model(where: str, library: str) -> None:
   assert model.optimizer is not None
   for variable, copies in zip(model.variables, before, strict=True):
     np.testing.assert_array_equal(testbed.copies(variable), copies)
-  again = replica_state.load_group(np.int64(1), optimizer, model, plain[0])
+  again = replica_state.load_group(model, np.int64(1), optimizer, plain[0])
   assert again is plain[0]
   np.testing.assert_array_equal(again(X), right[1])
 
@@ -164,7 +164,7 @@ def test_subclassed_and_nested_models(library: str) -> None:
     model.weights[:2], ([2, 4, 5], [1, 4, 4]), strict=True
   ):
     variable.assign(np.array(value, "float32"))
-  plain = replica_state.load_group(1, optimizer, model)
+  plain = replica_state.load_group(model, 1, optimizer)
   first, second = (testbed.copies(v)[1] for v in model.trainable_variables)
   right = (X - [2, 4, 5]) / [1, 2, 2] * first + X * second
   data = {"x": X, "y": X}
@@ -172,7 +172,7 @@ def test_subclassed_and_nested_models(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, lambda home: Net(2))
   with pytest.raises(ValueError, match="`model` has no variables yet"):
-    replica_state.load_group(0, optimizer, model)
+    replica_state.load_group(model, 0, optimizer)
 
 
 @in_both
@@ -199,7 +199,7 @@ def test_clones_have_functions_vocabularies_and_seeds(
   texts = tf.constant([["a b"], ["b c"], ["c d"], ["d"]])
   right = model(texts).numpy()  # with the first replica's weights
   random.seed(1)
-  plain = [replica_state.load_group(i, optimizer, model) for i in (0, 1)]
+  plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
   assert random.random() == random.Random(1).random()
   first = plain[[0 in members for members in CROSSED].index(True)]
   np.testing.assert_allclose(first.predict(texts, verbose=0), right, rtol=1e-6)
@@ -363,8 +363,8 @@ def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   assert said == []
   [watch] = names_lib.group_warnings_of(optimizer)
   for notice in (
-    lambda: replica_state.load_group(1, optimizer, model),
-    lambda: replica_state.ensemble(optimizer, model),
+    lambda: replica_state.load_group(model, 1, optimizer),
+    lambda: replica_state.ensemble(model, optimizer),
     lambda: replica_state.group_values(kernel, optimizer),
     lambda: replica_state.copy_group(0, 1, optimizer, model),  # accepts it
   ):
@@ -388,7 +388,7 @@ def test_an_ensemble(library: str) -> None:
   home = LIBRARIES[library][0]
   model, optimizer = _made("mirrored", library, cases.two_in_two_out)
   with testbed.mirrored().scope():
-    ensemble = replica_state.ensemble(optimizer, model)
+    ensemble = replica_state.ensemble(model, optimizer)
   data = {"x": X, "y": X[::-1]}
   found = {key: np.asarray(value) for key, value in ensemble(data).items()}
   assert found.keys() == {"sum", "probabilities"}
@@ -415,11 +415,11 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
 
   groups = [[2], [0], [3], [1]]
   model, optimizer = _made("virtual", library, make, groups)
-  plain = replica_state.load_group(0, optimizer, model)
+  plain = replica_state.load_group(model, 0, optimizer)
   for layer in plain.layers:
     assert getattr(layer, "optimizer", None) is None
   for members in ([3, 0, 1], [2]):
-    ensemble = replica_state.ensemble(optimizer, model, members)
+    ensemble = replica_state.ensemble(model, optimizer, members)
     names = [layer.name for layer in ensemble.layers]
     assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
     found = ensemble(X)
@@ -440,7 +440,7 @@ def _dense(home: Any, *names: str) -> Any:
 
 
 @in_both
-def test_errors_change_nothing(library: str) -> None:
+def test_errors_change_nothing(library: str, tmp_path: pathlib.Path) -> None:
   home = LIBRARIES[library][0]
   model, optimizer = _made(
     "mirrored", library, lambda home: _dense(home, "one", "two")
@@ -457,19 +457,32 @@ def test_errors_change_nothing(library: str) -> None:
   for wrong in (-1, 2, True, 1.0, "0", None):
     words = "must be an integer from 0 to 1; got"
     with pytest.raises(ValueError, match=f"`group` {words}"):
-      replica_state.load_group(wrong, optimizer, model, plain)
+      replica_state.load_group(model, wrong, optimizer, plain)
     with pytest.raises(ValueError, match=f"`source` {words}"):
       replica_state.copy_group(wrong, 0, optimizer, model)
     with pytest.raises(ValueError, match=f"`target` {words}"):
       replica_state.copy_group(0, wrong, optimizer, model)
     with pytest.raises(ValueError, match=f"`members` {words}"):
-      replica_state.ensemble(optimizer, model, [0, wrong])
-  for wrong in ((1, 2, model), (1, "sgd", model)):
+      replica_state.ensemble(model, optimizer, [0, wrong])
+  for wrong in (2, "sgd", model):
     with pytest.raises(TypeError, match="`optimizer` must be a Keras optim"):
-      replica_state.load_group(*wrong)
+      replica_state.load_group(model, 1, wrong)
+  with pytest.raises(TypeError, match="`model` must be a Keras model; got int"):
+    replica_state.load_group(1, optimizer, model)
+  for function in (
+    functools.partial(replica_state.save, tmp_path / "state"),
+    functools.partial(replica_state.restore, tmp_path / "state"),
+    functools.partial(replica_state.copy_group, 0, 1),
+    replica_state.average,
+    replica_state.assert_in_sync,
+    lambda first, second: replica_state.ensemble(second, first),
+    lambda first, second: replica_state.group_values(second, first),
+  ):
+    with pytest.raises(TypeError, match="`optimizer` must be a Keras optim"):
+      function(model, optimizer)
   for members in ([], [0, 0]):
     with pytest.raises(ValueError, match="`members` must name at least one"):
-      replica_state.ensemble(optimizer, model, members)
+      replica_state.ensemble(model, optimizer, members)
   assert state() == before
   for other, words in (
     (
@@ -487,7 +500,7 @@ def test_errors_change_nothing(library: str) -> None:
   ):
     before = state()
     with pytest.raises(ValueError, match=words):
-      replica_state.load_group(0, optimizer, model, other)
+      replica_state.load_group(model, 0, optimizer, other)
     assert state() == before
 
 
@@ -510,8 +523,8 @@ def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, make)
   with pytest.raises(ValueError, match=r"as `into` to load_group .* `twin`\."):
-    replica_state.load_group(1, optimizer, model)
-  plain = replica_state.load_group(1, optimizer, model, make(home))
+    replica_state.load_group(model, 1, optimizer)
+  plain = replica_state.load_group(model, 1, optimizer, make(home))
   kernel, bias = (testbed.copies(v)[1] for v in model.variables)
   np.testing.assert_array_equal(plain(X), X @ kernel + bias)
 
@@ -523,11 +536,11 @@ def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, with_integers)
   with pytest.raises(ValueError, match="an output of dtype int32"):
-    replica_state.ensemble(optimizer, model)
+    replica_state.ensemble(model, optimizer)
   with pytest.raises(
     TypeError, match="`model` must be a Keras model; got list"
   ):
-    replica_state.load_group(0, optimizer, model.variables)
+    replica_state.load_group(model.variables, 0, optimizer)
 
 
 class _NoConfig(tf.keras.layers.Layer):
@@ -568,5 +581,5 @@ def test_errors_of_cloning_contain_the_error_of_keras(
     optimizer = CrossShardOptimizer("sgd")
   words = rf"from its get_config\(\): .*{reason}.*\. Create and build a second"
   with pytest.raises(ValueError, match=words) as error:
-    replica_state.load_group(0, optimizer, model)
+    replica_state.load_group(model, 0, optimizer)
   assert "\n" not in str(error.value)

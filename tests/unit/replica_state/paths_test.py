@@ -141,7 +141,7 @@ def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
   _fit(model, 2, metrics, keep)
   best = list(keep.best)
   replica_state.restore(path, optimizer, model)
-  plain = [replica_state.load_group(i, optimizer, model) for i in range(2)]
+  plain = [replica_state.load_group(model, i, optimizer) for i in range(2)]
   np.testing.assert_allclose(list(map(_loss, plain)), best, rtol=1e-5)
   again = callbacks.GroupCheckpoint(path)
   _fit(model, 1, callbacks.GroupMetrics(_data()), again)

@@ -173,11 +173,11 @@ class GroupMetrics(group_callback.GroupCallback):
       self._build()
     metrics: dict[str, float] = {}
     for i in range(names_lib.groups_of(optimizer, None).num_groups):
-      group_models.load_group(i, optimizer, model, into=self._plain)
+      group_models.load_group(model, i, optimizer, into=self._plain)
       self._group.assign(i)
       metrics |= self._evaluate(self._plain, f"group_{i}")
     for i, member in enumerate(self._members):
-      group_models.load_group(i, optimizer, model, into=member)
+      group_models.load_group(model, i, optimizer, into=member)
     if self._members:
       self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
@@ -215,7 +215,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
     def make() -> Any:
       twin = None if self._twin is None else self._twin()
-      return group_models.load_group(0, optimizer, model, into=twin)
+      return group_models.load_group(model, 0, optimizer, into=twin)
 
     with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
       # The group whose weights the twin has. It is a variable so that the

@@ -33,7 +33,7 @@ _PLAIN_LAYERS: Final = {
 }
 
 
-def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
+def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
   """Returns a plain model with the weights of one group.
 
   The plain model is created outside any strategy and is not compiled. It
@@ -50,10 +50,10 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
   function ignores moving averages of weights that the optimizer keeps.
 
   Args:
+    model: A built Keras model.
     group: The number of the group, from 0, in the order of `optimizer.groups`.
     optimizer: An optimizer with groups. The replicas of an optimizer without
       groups form one group.
-    model: A built Keras model.
     into: A plain model of the same architecture, which receives the weights and
       is returned. None lets Keras clone `model`, which works if the model is
       sequential or functional, or if its class defines `get_config`.
@@ -62,6 +62,7 @@ def load_group(group: int, optimizer: Any, model: Any, into: Any = None) -> Any:
     The plain model, on every worker.
 
   Raises:
+    TypeError: If `model` is not a Keras model, or `optimizer` no optimizer.
     ValueError: If there is no such group, if Keras cannot clone `model`, or if
       `into` does not fit. Nothing is changed in that case.
   """
@@ -163,7 +164,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
 
 
 def ensemble(
-  optimizer: Any, model: Any, members: Sequence[int] | None = None
+  model: Any, optimizer: Any, members: Sequence[int] | None = None
 ) -> Any:
   """Returns a plain model that averages the predictions of groups.
 
@@ -176,10 +177,10 @@ def ensemble(
   logits, the ensemble averages logits.
 
   Args:
-    optimizer: An optimizer with groups. The replicas of an optimizer without
-      groups form one group.
     model: A built Keras model with known inputs, which Keras can clone (see
       `load_group`).
+    optimizer: An optimizer with groups. The replicas of an optimizer without
+      groups form one group.
     members: The numbers of the groups to average, each once; None for all
       groups.
 
@@ -200,7 +201,7 @@ def ensemble(
     raise ValueError(
       f"`members` must name at least one group, and each once; got {members!r}."
     )
-  plain = [load_group(i, optimizer, model) for i in chosen]
+  plain = [load_group(model, i, optimizer) for i in chosen]
   with variables_lib.outside_of_strategies():
     inputs = _inputs_of(keras, plain[0])
     outputs = []

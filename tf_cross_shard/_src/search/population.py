@@ -306,7 +306,7 @@ class Population(trial_monitor.TrialMonitor):
     table_lib.results_of(self.table).assign([self.settings[best]] * len(last))
     with per_group_lib.as_group(0):
       return group_models.load_group(
-        best, self.model.optimizer, self.model, into=into
+        self.model, best, self.model.optimizer, into=into
       )
 
   def state(self) -> dict[str, Any]:

@@ -194,6 +194,6 @@ def plain_model(
   table_lib.results_of(table).assign([row] * table.groups.num_groups)
   # Keras calls the clone's layers, which may ask for the settings of a group.
   with per_group_lib.as_group(0):
-    plain = group_models.load_group(0, optimizer, model, into=into)
+    plain = group_models.load_group(model, 0, optimizer, into=into)
   group_models.assign(state, values, plain)
   return plain
