@@ -351,7 +351,9 @@ def test_slots_that_begin_as_weights_are_the_groups_own(
       np.testing.assert_array_equal(copy, np.full(copy.shape, replica % 2))
 
 
-def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
+def test_groups_that_are_equal_are_warned_about(
+  said: list[str], tmp_path: pathlib.Path
+) -> None:
   """EarlyStopping sets the weights after the last check within `fit`."""
   model, optimizer = _made("mirrored", "keras", lambda home: _dense(home, "a"))
   stop = keras.callbacks.EarlyStopping(
@@ -363,6 +365,7 @@ def test_groups_that_are_equal_are_warned_about(said: list[str]) -> None:
   assert said == []
   [watch] = names_lib.group_warnings_of(optimizer)
   for notice in (
+    lambda: replica_state.save(tmp_path / "state", optimizer, model),
     lambda: replica_state.load_group(model, 1, optimizer),
     lambda: replica_state.ensemble(model, optimizer),
     lambda: replica_state.group_values(kernel, optimizer),

@@ -102,7 +102,7 @@ class Step:
     self.tables = rows_lib.Tables(inner, engine, settings.lazy_rows)
     self.update = _make_update(settings, inner, engine, self.tables)
     self.window = accumulation.make(settings.accumulate_steps, inner, engine)
-    self.warnings = warnings_lib.GroupWarnings(settings.name, engine)
+    self.warnings = warnings_lib.GroupWarnings(settings.name, inner, engine)
     self.skipped_steps: tf.Variable | None = None
     if settings.skip_nonfinite:
       with engine.making_variables():
@@ -258,6 +258,8 @@ class Step:
 
   def build(self, variables: Sequence[Any]) -> None:
     """Creates the slots, and the sums of a window, unless they exist."""
+    if not self.inner.is_built:
+      self.warnings.before_build(variables)
     self.update.build(variables)
     self.inner.checkpointed = self.update.checkpointed
     if self.window is not None:

@@ -3,33 +3,21 @@
 TensorFlow and Keras save only the first replica's value of a variable. When
 they load or set a value, they give it to every replica. With several groups,
 which have different weights, the values of the other groups are then lost, and
-no message says so.
-
-Between two steps only the optimizer should change the weights. So every replica
-computes a number (a checksum) from one small variable at the end of a step, and
-compares it at the start of the next step:
-
-                 group 0         group 1
-    step k       end   = 0.3     end   = 0.7
-    set_weights
-    step k + 1   start = 0.3     start = 0.3     group 1 was overwritten
-
-Replicas exchange nothing for the checksums, and the host does not wait for a
-device in any step: the host reads the numbers when `fit` ends and when you
-save.
+no message says so. `GroupWarnings.check` notices it when `fit` ends and when
+values of groups are saved or read.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 _MIXED_EVALUATION: Final = (
   "%s trains %d groups, each with its own weights, but Keras' evaluate(),"
@@ -47,87 +35,61 @@ _SHARDED_AVERAGES: Final = (
 # The attribute that remembers the groups of the last optimizer that was built
 # on a variable.
 _TRAINED_BY: Final = "_tf_cross_shard_groups"
-# The checksum reads at most this number of elements of the smallest variable,
-# which is enough and costs little.
-_CHECKSUM_ELEMENTS: Final = 256
+_COLLAPSED: Final = (
+  "%s trains %d groups, and all groups have the same weights. If the groups"
+  " differ in their data or settings, something other than the optimizer, such"
+  " as set_weights(), EarlyStopping(restore_best_weights=True) or a checkpoint,"
+  " gave all groups the same weights. Use tf_cross_shard.replica_state.save()"
+  " and restore(), which keep the weights of each group, or average()."
+)
 
 
 class GroupWarnings:
   """The warnings of an optimizer with groups, each given once."""
 
-  def __init__(self, name: str, engine: Any) -> None:
-    """Creates the warnings of the optimizer with this name and this engine."""
+  def __init__(
+    self, name: str, inner: inner_lib.Inner, engine: engine_lib.Engine
+  ) -> None:
     self._name = name
-    self._groups = groups = engine.groups
+    self._inner = inner
     self._engine = engine
-    self._variable: Any = None  # The variable of the checksums.
+    self._groups = engine.groups
     # Whether a callback evaluates every group. Then `fit` needs no warning.
     self.is_evaluated_by_group = False
     self._logged: set[str] = set()
-    # Each replica's checksums [end of the last step, before, after]; NaN means
-    # unknown. `before` and `after` describe the last change between two steps.
-    self._checksums: Any = None
-    # Watch only in one process: workers would have to wait for each other to
-    # create the variable, and to compare.
+    # The count of steps when groups were last meant to have these weights.
+    self._accepted_at: int | None = None
+    # Compare groups only in one process: workers would have to wait for each
+    # other.
     self._is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
-    if groups.num_groups > 1 and self._is_one_process:
-      with tf.init_scope(), engine.strategy.scope():
-        self._checksums = tf.Variable(
-          [np.nan] * 3, trainable=False, name="checksums"
-        )
-
-  @contextlib.contextmanager
-  def step(self, variables: Iterable[Any]) -> Iterator[None]:
-    """Notes checksums before and after the step of a replica."""
-    if self._checksums is None:
-      yield
-      return
-    with self._engine.isolate():
-      if self._variable is None:
-        self._variable = min(
-          map(variables_lib.distributed, variables),
-          key=lambda v: tf.TensorShape(v.shape).num_elements() or np.inf,
-        )
-      checksums = self._checksums.read_value()
-      last_end = checksums[0]  # NaN in the first step
-      start = _checksum(self._variable)
-      # Keep (before, after) of the last change that no step made.
-      change = tf.where(
-        start != last_end, tf.stack([last_end, start]), checksums[1:]
-      )
-    yield
-    with self._engine.isolate():
-      end = _checksum(self._variable)
-      self._checksums.assign(tf.concat([[end], change], axis=0))
 
   def check(self) -> None:
-    """Warns if something else has made the weights of all groups equal."""
-    if self._variable is None or not replicas_lib.is_between_steps():
+    """Warns if all groups have the same weights although they have trained.
+
+    Different data or settings make the weights of groups differ in the first
+    step. This comparison misses
+
+    - groups that were overwritten and have trained since, so that they differ
+      again;
+    - groups of which only some were overwritten;
+    - groups in several processes.
+
+    Usually it reads one small variable: the smallest is compared first.
+    """
+    if (
+      _COLLAPSED in self._logged
+      or self._groups.num_groups == 1
+      or not self._inner.is_built
+      or not replicas_lib.is_between_steps()
+      or self._count_steps() in (0, self._accepted_at)
+    ):
       return
-    copies = replicas_lib.Copies(self._engine.strategy)
-    # One checksum for each replica.
-    [end, before, after] = np.stack(copies.here(self._checksums)).T
-    values = [value.tobytes() for value in copies.here(self._variable)]
-    # Case 1: at the end of the last step groups differed, and now they are
-    # equal.
-    are_equal_now = len(set(values)) == 1 and _differ(end)
-    # Case 2: the change happened before some earlier step. Look at one replica
-    # of each group; the first is replica 0.
-    first, *others = sorted(min(members) for members in self._groups)
-    changed = [i for i in (first, *others) if not np.isnan(before[i])]
-    # Replica 0's group looks unchanged if every group received the weights of
-    # replica 0's group.
-    were_all_set = changed == others or (
-      changed == [first, *others] and _differ(before[changed])
+    variables = sorted(
+      self._inner.whole.trainable_variables,
+      key=lambda v: tf.TensorShape(v.shape).num_elements() or 0,
     )
-    if are_equal_now or (were_all_set and not _differ(after[changed])):
-      self._log_once(
-        "%s trains %d groups, each with its own weights, but something other"
-        " than the optimizer, such as set_weights(),"
-        " EarlyStopping(restore_best_weights=True) or a checkpoint, gave all"
-        " groups the same weights. Use tf_cross_shard.replica_state.save() and"
-        " restore(), which keep the weights of each group, or average().",
-      )
+    if variables and self._are_equal(variables):
+      self._log_once(_COLLAPSED)
 
   def before_build(self, variables: Iterable[Any]) -> None:
     """Remembers the groups that train variables; checks the members' values.
@@ -176,19 +138,17 @@ class GroupWarnings:
       logging.warning(_SHARDED_AVERAGES, self._name)
 
   def accept(self) -> None:
-    """Resets all checksums, so that an intended change gives no warning."""
-    if self._checksums is not None:
-      copies = self._engine.strategy.experimental_local_results(self._checksums)
-      for copy in copies:
-        copy.assign([np.nan] * 3)
+    """Accepts the weights of the groups, which may be equal on purpose."""
+    if self._groups.num_groups > 1 and self._inner.is_built:
+      self._accepted_at = self._count_steps()
 
   def before_saving(self, variables: Iterable[Any]) -> None:
     """Warns that saving loses values if the groups have different values."""
     self.check()
     if self._groups.num_groups > 1 and not self._are_equal(variables):
       self._log_once(
-        "%s trains %d groups, which differ in weights and slots. Checkpoints"
-        " and model files hold only the first replica's values."
+        "%s trains %d groups, which differ in weights and slots. Checkpoints,"
+        " model files, pickles and copies hold only the first replica's values."
         " Use tf_cross_shard.replica_state.save() and restore(), which keep"
         " the values of all groups.",
       )
@@ -213,7 +173,7 @@ class GroupWarnings:
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
     """Returns whether all groups are in this process and have equal values."""
-    if self._checksums is None or not replicas_lib.is_between_steps():
+    if not self._is_one_process or not replicas_lib.is_between_steps():
       return False
     copies = replicas_lib.Copies(self._engine.strategy)
     for variable in variables:
@@ -222,22 +182,12 @@ class GroupWarnings:
         return False
     return True
 
+  def _count_steps(self) -> int:
+    """Returns how many steps the first group has taken."""
+    return int(self._inner.iterations())
+
   def _log_once(self, text: str) -> None:
     """Logs a warning once, if there are several groups."""
     if self._groups.num_groups > 1 and text not in self._logged:
       self._logged.add(text)
       logging.warning(text, self._name, self._groups.num_groups)
-
-
-def _checksum(variable: Any) -> tf.Tensor:
-  """Returns a number that almost always changes when the variable changes."""
-  flat = tf.reshape(tf.convert_to_tensor(variable), [-1])[:_CHECKSUM_ELEMENTS]
-  flat = tf.cast(flat, tf.float32)
-  # Use a weighted sum: gradients of a softmax do not change the plain sum of
-  # its biases.
-  return tf.reduce_sum(flat * tf.range(1.0, (flat.shape[0] or 1) + 1.0))
-
-
-def _differ(numbers: Any) -> bool:
-  """Returns whether the numbers differ and none is NaN."""
-  return bool(np.min(numbers) < np.max(numbers))

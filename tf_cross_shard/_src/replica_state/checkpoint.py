@@ -90,7 +90,6 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   state = group_state.GroupState(optimizer, model)
   topic = f"saving {target.name}"
   state.compare_workers(topic)
-  group_state.warn_if_collapsed(state.optimizer)
   differing = state.names_that_differ(topic)
   state.write(target, topic, state.arrays(differing))
 

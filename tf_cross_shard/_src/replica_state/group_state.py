@@ -180,6 +180,7 @@ class GroupState:
         no communication is needed. If False, the first worker returns the
         values of all groups, and the other workers return nothing.
     """
+    warn_if_collapsed(self.optimizer)
     engine = self.copies.engine
     arrays: dict[str, archive.Array] = {}
     replicas = engine.replicas_here if own else range(engine.num_replicas)
