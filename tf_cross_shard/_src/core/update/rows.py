@@ -129,6 +129,7 @@ class Tables:
     supports_rows = self._has_rows and self._engine.supports_sparse
     return supports_rows and self.is_embedding(variable)
 
+  @property
   def is_by_rows(self) -> bool:
     """Returns whether the traced step updates only rows in the batch.
 
@@ -146,9 +147,7 @@ class Tables:
     `variables` are those of a step. In some steps, this package clips instead
     of Keras, and keeps the sums row-sparse.
     """
-    is_clipped_here = self.is_by_rows() or inner_lib.has_several_dtypes(
-      variables
-    )
+    is_clipped_here = self.is_by_rows or inner_lib.has_several_dtypes(variables)
     return self._inner.clips_to_dense and not is_clipped_here
 
   def add(self, var_list: Sequence[Any], var_names: Sequence[str]) -> None:
@@ -173,7 +172,7 @@ class Tables:
         gradient would update rows that are not in the batch.
     """
     is_sparse = isinstance(grad, tf.IndexedSlices)
-    if self.is_lazy and is_sparse and self.is_by_rows():
+    if self.is_lazy and is_sparse and self.is_by_rows:
       path = variables_lib.path_of(variable)
       raise ValueError(
         f"The gradient of {path} is row-sparse (tf.IndexedSlices), but {path}"
@@ -187,7 +186,7 @@ class Tables:
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> Iterator[None]:
     """Makes the user's optimizer update only the rows of row-sparse sums."""
-    if not self.is_by_rows():
+    if not self.is_by_rows:
       yield
       return
     tables = [
@@ -227,7 +226,7 @@ class Tables:
       *rate: The learning rate, if Keras passes it to `update_step`.
     """
     optimizer = self._inner.innermost
-    if not self.is_by_rows():
+    if not self.is_by_rows:
       update_step(grad, variable, *rate)
       return
     # Hide the number of rows from Keras, which mistakes a gradient with one row
