@@ -30,7 +30,7 @@ _Row = dict[str, Any]  # Of `describe().rows()`.
 class Traced(NamedTuple):
   """A traced function that calls an optimizer: its step, and the graph."""
 
-  step: step_lib.StepPipeline
+  step: step_lib.Step
   graph: Any
 
 
@@ -41,9 +41,9 @@ def recorded() -> Iterator[list[Traced]]:
   When the context ends, the traced functions are added to the list.
   """
   graphs: dict[Traced, None] = {}
-  plain = step_lib.StepPipeline.perform
+  plain = step_lib.Step.perform
 
-  def perform(step: step_lib.StepPipeline, call: step_lib.Call) -> tf.Tensor:
+  def perform(step: step_lib.Step, call: step_lib.Call) -> tf.Tensor:
     if tf.inside_function():
       graphs[Traced(step, collective_ops.outermost_function())] = None
       # TensorFlow may trace a loop or a first step twice, and keep one of
@@ -52,7 +52,7 @@ def recorded() -> Iterator[list[Traced]]:
     return plain(step, call)
 
   traced: list[Traced] = []
-  with mock.patch.object(step_lib.StepPipeline, "perform", perform):
+  with mock.patch.object(step_lib.Step, "perform", perform):
     yield traced
   traced += graphs
 
@@ -126,7 +126,7 @@ def _check_sums(
   graph: _Graph,
   rows: Sequence[_Row],
   known: Sequence[_Row],
-  step: step_lib.StepPipeline,
+  step: step_lib.Step,
   content: dict[str, Any],
 ) -> None:
   """Checks which operations sum, and how many bytes each replica sends."""

@@ -21,7 +21,6 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard._src.core import context
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.gradients import packing
@@ -177,14 +176,12 @@ class Replica:
     self.inner = home.adapter(opt)
     checked = settings_lib.Settings(reduction, **settings)
     self.inner.fuse(checked.fused_update)
-    self.step = step_lib.StepPipeline(
-      context.Context(checked, self.inner, engine)
-    )
+    self.step = step_lib.Step(checked, self.inner, engine)
     self.step.build(self.variables)
 
   def apply(self, grads: Sequence[Any], **options: Any) -> None:
     """Takes one step, or one call of a window."""
-    self.step.perform(step_lib.Call(list(grads), self.variables, **options))
+    self.step.take(step_lib.Call(list(grads), self.variables, **options))
 
   @property
   def values(self) -> list[np.ndarray]:

@@ -143,7 +143,7 @@ def test_nonfinite_window_is_skipped() -> None:
     trained,
     lambda g, members: momentum([windows(members)[i] for i in WINDOWS[g]]),
   )
-  assert [int(each.step.guard.count) for each in trained] == [0, 1, 0, 1]
+  assert [int(each.step.skipped_steps) for each in trained] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

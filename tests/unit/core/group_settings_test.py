@@ -181,12 +181,35 @@ def test_bad_numbers(opt: Any, numbers: Any, message: str) -> None:
     )
 
 
-def test_group_settings_raise_on_tpu() -> None:
-  with testbed.virtual(2).scope(), pytest.raises(NotImplementedError) as error:
-    keras3.CrossShardOptimizer(
-      "adam", group_assignment=[[0], [1]], group_settings={"beta_1": [0.5, 0.9]}
+@pytest.mark.parametrize(
+  ("kind", "own", "numbers"),
+  [
+    ("AdamW", {"weight_decay": 0.5}, {"weight_decay": [0.0, 0.5]}),
+    ("SGD", {"momentum": 0.5}, {"momentum": [0.0, 0.5]}),
+    ("Adam", {}, {"beta_1": [0.5, 0.9], "epsilon": [1e-3, 1e-1]}),
+    ("Lion", {}, {"beta_2": [0.5, 0.9]}),
+  ],
+)
+def test_replicas_of_one_program(
+  kind: str, own: dict[str, Any], numbers: dict[str, list[float]]
+) -> None:
+  """The group is a tensor there, and so is its number."""
+  groups, held = [[0], [1]], []
+  for strategy in (testbed.mirrored(2), testbed.virtual(2)):
+    weights, optimizer = training.build(
+      "keras",
+      lambda library: getattr(library.optimizers, kind)(0.125, **own),
+      {"weight": np.ones(3, "f")},
+      strategy,
+      group_assignment=groups,
+      group_settings=numbers,
+      clipnorm=8.0,
     )
-  assert "it does not work on TPUs" in str(error.value)
+    grads = [np.arange(18, dtype="f").reshape(3, 2, 3)]
+    training.train(weights, optimizer, grads, strategy=strategy)
+    held.append(replica_state.group_values(weights[0], optimizer))
+  np.testing.assert_allclose(*held, rtol=2e-6, atol=1e-6)
+  assert np.abs(held[0][0] - held[0][1]).max() > 1e-3
 
 
 def test_groups_are_named_by_what_differs() -> None:

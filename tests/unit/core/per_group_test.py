@@ -208,24 +208,30 @@ class TestBinding:
         tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
 
   @pytest.mark.parametrize("library", [keras, tf_keras])
-  def test_no_groups(self, library: Any) -> None:
-    sgd = library.optimizers.SGD(_of(library).PerGroup([1.0]))
-    weight = testbed.variable(0.0, library=library)
-    with pytest.raises(RuntimeError, match="CrossShardOptimizer"):
-      sgd.apply_gradients([(tf.constant(1.0), weight)])
-    assert float(weight.numpy()) == 0.0
+  def test_no_wrapper(self, library: Any) -> None:
+    rates = _of(library).PerGroup([1.0, 2.0])
+    with testbed.mirrored().scope():
+      sgd = library.optimizers.SGD(rates)
+      weight = testbed.variable(0.0, library=library)
+      sgd.build([weight])
+    one = tf.constant(1.0)
+    with pytest.raises(RuntimeError, match="Wrap the optimizer"):
+      testbed.run(lambda: sgd.apply_gradients([(one, weight)]))
+    assert testbed.copies(weight) == [0.0] * 4
 
   def test_one_schedule_in_two_groupings(self) -> None:
-    rates = schedules.PerGroup([1.0, 2.0])
-    with testbed.mirrored().scope():
-      for _ in range(2):  # Of the same groups there may be several.
-        tf_cross_shard.CrossShardOptimizer(
-          keras.optimizers.SGD(rates), group_assignment=STRIDED
+    rates, found = schedules.PerGroup([1.0, 2.0]), []
+    for groups in (STRIDED, [[0, 1], [2, 3]]):
+      with testbed.mirrored().scope():
+        weight = keras.Variable(0.0)
+        optimizer = tf_cross_shard.CrossShardOptimizer(
+          keras.optimizers.SGD(rates), group_assignment=groups
         )
-      with pytest.raises(ValueError, match="Create a PerGroup for each"):
-        tf_cross_shard.CrossShardOptimizer(
-          keras.optimizers.SGD(rates), group_assignment=[[0, 1], [2, 3]]
-        )
+        optimizer.build([weight])
+      pairs = [(tf.constant(0.5), weight)]
+      testbed.run(lambda o=optimizer, p=pairs: o.apply_gradients(p))
+      found.append(testbed.copies(weight))
+    assert found == [[-1.0, -2.0, -1.0, -2.0], [-1.0, -1.0, -2.0, -2.0]]
 
   def test_a_schedule_that_is_assigned_later(self) -> None:
     strategy = testbed.mirrored()

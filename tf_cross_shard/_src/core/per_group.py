@@ -220,8 +220,13 @@ class PerGroup:
     chosen = self.rates
     if group is None or isinstance(group, int):
       chosen, group = [self.rates[group or 0]], 0
-    at_step = [rate(step) if callable(rate) else rate for rate in chosen]
-    rate = tf.gather([tf.cast(rate, dtype) for rate in at_step], group)
+    at_step = [
+      tf.cast(rate(step), dtype)
+      if callable(rate)
+      else tf.convert_to_tensor(rate, dtype)
+      for rate in chosen
+    ]
+    rate = tf.gather(at_step, group)
     if self.rate_factor is None:
       return rate
     return rate * tf.cast(self.rate_factor, dtype)

@@ -359,7 +359,7 @@ def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
   names, config = set(vars(optimizer)), copy.deepcopy(optimizer.get_config())
   ours.apply_gradients([(tf.ones(24), weight)])
   with pytest.raises(tf.errors.InvalidArgumentError):
-    ours._inner.apply_reduced([tf.ones(23)], [weight])
+    ours._inner.apply([tf.ones(23)], [weight])
   assert set(vars(optimizer)) - {"_current_learning_rate"} == names - {
     "_current_learning_rate"
   }

@@ -144,7 +144,7 @@ def test_sharded_update_equals_plain_keras(name: str, which: str) -> None:
 
 def test_buckets_of_last_layers_are_reduced_first() -> None:
   """The weights equal plain Keras', also if gradients are clipped."""
-  limits = {"clipnorm": 4.0, "global_clipnorm": None, "weight_decay": 0.25}
+  limits = {"clipvalue": 4.0, "weight_decay": 0.25}
   make = functools.partial(make_plain, "AdamW", **limits)
   whole = replicas("keras", make)
   with mock.patch.object(fake_engine.FakeEngine, "scatter_bytes", 40):
@@ -330,7 +330,7 @@ def test_gradients_of_all_weights_once() -> None:
     [*ones, ones[0]], [*replica.variables, replica.variables[0]]
   )
   with pytest.raises(ValueError, match="must contain each variable once"):
-    replica.step.perform(twice)
+    replica.step.take(twice)
   with pytest.raises(ValueError, match="must contain a gradient for every"):
     replica.apply([*ones[:-1], None])
   for value, first in zip(replica.values, VALUES.values(), strict=True):
