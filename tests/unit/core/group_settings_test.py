@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3, schedules
+from tf_cross_shard import keras3, replica_state, schedules
 from tf_cross_shard._src.fit import group_callback
 
 GROUPS = [[0, 2], [3, 1]]

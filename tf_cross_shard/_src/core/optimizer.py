@@ -185,7 +185,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     self._parts.step = step_lib.Step(settings, self._inner, engine)
 
   @property
-  def _step(self) -> step_lib.Step:
+  def _cross_shard_step(self) -> step_lib.Step:
     """The steps of this optimizer."""
     return parts.step_of(self)
 
@@ -226,12 +226,12 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._step.skipped_steps
+    return self._cross_shard_step.skipped_steps
 
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
-    return self._step.engine.groups
+    return self._cross_shard_step.engine.groups
 
   def describe(self) -> describe_lib.Description:
     """Returns what this optimizer does to each variable in a step.
@@ -280,7 +280,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         replica keeps for the variable (a mean if replicas differ).
         `to_dict()["state_bytes"]` also has counters and padding.
     """
-    return describe_lib.describe(self._step, repr(self))
+    return describe_lib.describe(self._cross_shard_step, repr(self))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -338,7 +338,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
     if not self._inner.is_built:
-      self._step.checks.compare_workers_before_build(trained)
+      self._cross_shard_step.checks.compare_workers_before_build(trained)
     super().build(trained)
 
   def update_by_rows(
@@ -365,7 +365,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._step.tables.add(list(var_list or ()), list(var_names or ()))
+    self._cross_shard_step.tables.add(list(var_list or ()), list(var_names or ()))
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites variables with the moving averages of `opt`, if any.
@@ -375,7 +375,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     Args:
       var_list: The variables.
     """
-    step = self._step
+    step = self._cross_shard_step
     is_sharded = step.inner.sharded_state is not None
     step.warnings.end_fit(is_sharded and bool(self._inner.averages))
     step.update.write_averages(var_list)
@@ -388,11 +388,11 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    return self._step.differentiate(loss, var_list, tape, default, options)
+    return self._cross_shard_step.differentiate(loss, var_list, tape, default, options)
 
   def _perform(self, call: step_lib.Call) -> Any:
     """Checks the call, and takes the step."""
-    step = self._step
+    step = self._cross_shard_step
     with step.checks.one_user():
       step.checks.check_place()
       step.checks.check_variables(call.variables)
@@ -410,12 +410,12 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
     """Creates the variables of all stages."""
-    self._step.checks.check_strategy_of(variables)
-    self._step.build(variables)
+    self._cross_shard_step.checks.check_strategy_of(variables)
+    self._cross_shard_step.build(variables)
 
   def _config(self) -> dict[str, Any]:
     """Returns the arguments besides `opt`, in serializable form."""
-    return self._step.settings.to_config()
+    return self._cross_shard_step.settings.to_config()
 
   def _before_saving(self) -> None:
     """Warns that saving keeps only the first group."""
@@ -430,5 +430,5 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
   def _differing(self) -> dict[str, Any]:
     """Returns the arguments besides `opt` that differ from their defaults."""
-    step = self._step
+    step = self._cross_shard_step
     return {} if step is None else step.settings.non_default()

@@ -57,8 +57,8 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     """Raises `NotImplementedError` if members cannot do different things."""
     if wire.engine.is_spmd:
       raise NotImplementedError(
-        "`shard_update` divides the weights by variable, but all TPU replicas run"
-        " one program, so a replica cannot do work that the others do not."
+        "`shard_update` divides the weights by variable, but all TPU replicas"
+        " run one program, so a replica cannot do work that the others do not."
         " Remove `shard_update`, or use an optimizer whose update of each"
         " element depends only on that element."
       )
