@@ -1,35 +1,37 @@
 """Describes what a CrossShardOptimizer does to a program, as a table.
 
-The table asks the objects that do the step: the update, the window, the engine
-and the plan of kernels. Its few rules of its own say why settings have no
-effect, and what to do.
+The table asks the objects that do the step: the update, the engine and the plan
+of kernels. Its few rules of its own say why settings have no effect, and what
+to do.
 """
 
 import copy
-import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import tensorflow as tf
 
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core import validation
-from tf_cross_shard._src.core.inner import names as names_lib
-from tf_cross_shard._src.core.update import described, table_warnings
-from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.inner import fused, kernels
+from tf_cross_shard._src.core.update import sharded, table_warnings
 
-# The heading of each column, and the field of a row.
-_COLUMNS = {
-  "variable": "path",
-  "shape": "shape",
-  "dtype": "dtype",
-  "updated by": "updated_by",
-  "members": "elements",
-  "sent": "bytes_sent",
-  "state": "state_bytes",
-  "why": "reason",
-}
+
+class Row(NamedTuple):
+  """A variable; `CrossShardOptimizer.describe` documents the fields."""
+
+  path: str
+  shape: list[int]
+  dtype: str
+  updated_by: str
+  reason: str
+  elements: list[int]
+  owner: int | None
 
 
 class Description:
@@ -56,61 +58,35 @@ class Description:
     content = self._content
     lines = [content["optimizer"]]
     lines += _align([(f"  {k}", v) for k, v in _summary(content)])
-    if rows := content["variables"]:
-      headings = [
-        heading
-        for heading, field in _COLUMNS.items()
-        if field != "reason" or any(row[field] for row in rows)
-      ]
-      cells = [
-        [_cell(row, _COLUMNS[name]) for name in headings] for row in rows
-      ]
-      lines += ["", *_align([headings, *cells])]
-    not_in_force = [
-      f"{x['asked']}: {x['reason']}" for x in content["not_in_force"]
-    ]
-    for title, texts in (
-      ("Settings that have no effect:", not_in_force),
-      ("Notes:", content["notes"]),
-    ):
-      if texts:
-        lines += ["", title]
+    if content["variables"]:
+      title = "variable", "shape", "dtype", "updated by", "members", "why"
+      lines += ["", *_align([title, *map(_cells, content["variables"])])]
+    reasons = [f"{x['asked']}: {x['reason']}" for x in content["not_in_force"]]
+    titles = {"Settings that have no effect:": reasons}
+    for title, texts in (titles | {"Notes:": content["notes"]}).items():
+      lines += ["", title] if texts else []
       for text in texts:
-        lines += textwrap.wrap(
-          text, 80, initial_indent="  - ", subsequent_indent="    "
-        )
+        lines += textwrap.wrap(f"  - {text}", 80, subsequent_indent="    ")
     return "\n".join(lines)
 
   __repr__ = __str__
 
 
 def describe(step: step_lib.Step, optimizer: str) -> Description:
-  """Returns what a step does.
-
-  Args:
-    step: The step of an optimizer, which is built or not.
-    optimizer: The optimizer in words.
-  """
-  settings, engine = step.settings, step.context.engine
-  wrapped = step.context.inner
-  is_built = wrapped.is_built
+  """Returns what the step of an optimizer does; `optimizer` is its `repr`."""
+  settings, engine = step.settings, step.engine
+  wrapped = step.inner
   whole = wrapped.whole
-  variables = list(whole.trainable_variables) if is_built else []
-  rows = _rows(step, variables)
-  described_update = described.DescribedUpdate(step.update)
-  kept = [
-    *names_lib.kept_variables(wrapped.optimizer),
-    *described_update.shards,
-    *step.state,
-  ]
-  kept = list({id(variable): variable for variable in kept}.values())
-  sent = [row.bytes_sent or 0 for row in rows]
-  padding = described_update.padding_sent
+  weights = list(whole.trainable_variables) if wrapped.is_built else []
+  rows = _rows(step, weights)
+  nonfinite = "skipped and counted" if settings.skip_nonfinite else "applied"
+  if wrapped.skips_overflows:
+    nonfinite = "skipped by the LossScaleOptimizer"
   return Description(
     {
       "optimizer": optimizer,
       "strategy": validation.strategy_in_words(engine.strategy),
-      "is_built": is_built,
+      "is_built": wrapped.is_built,
       "groups": engine.groups.to_lists(),
       "group_size": engine.groups.group_size,
       "sums": engine.method if engine.groups.group_size > 1 else None,
@@ -119,55 +95,94 @@ def describe(step: step_lib.Step, optimizer: str) -> Description:
       "loss_averaged_over": settings.loss_averaged_over,
       "loss_factors": step.convention.factors(),
       "scale_gradients": settings.scale_gradients,
-      "calls_per_step": step.calls,
-      "nonfinite": _nonfinite(step),
+      "calls_per_step": step.calls_per_step,
+      "nonfinite": nonfinite,
       "sharding": step.update.sharding,
-      "bytes_sent": sum(sent) + padding if rows else None,
-      "padding_sent": padding,
-      "state_bytes": described.num_bytes(kept) if is_built else None,
-      "variables": [_as_json(row) for row in rows],
+      "variables": [row._asdict() for row in rows],
       "not_in_force": [
         {"asked": f"{name}={settings.read(name)!r}", "reason": reason}
         for name, reason in _not_in_force(step, rows)
       ],
-      "notes": list(_notes(step, variables, rows)),
+      "notes": list(_notes(step, weights, rows)),
     }
   )
 
 
-def _rows(
-  step: step_lib.Step, variables: Sequence[Any]
-) -> list[described.VariableUpdate]:
-  """Returns the rows of the update, for all calls that make a step."""
-  # If Keras accumulates sums, every call reduces.
-  reductions = step.calls if step.window is None else 1
-  described_update = described.DescribedUpdate(step.update)
-  rows = described_update.rows(variables, is_dense=step.calls > 1)
-  return [
-    dataclasses.replace(
-      row,
-      bytes_sent=row.bytes_sent and row.bytes_sent * reductions,
-      state_bytes=row.state_bytes
-      + (0 if step.window is None else described.num_bytes([variable])),
-    )
-    for row, variable in zip(rows, variables, strict=True)
+def _rows(step: step_lib.Step, weights: Sequence[Any]) -> list[Row]:
+  """Returns what a step does to each of the weights, in this order.
+
+  Gradients of the weights of `Embedding` and of declared tables are assumed to
+  be row-sparse, and all others dense.
+  """
+  update, members = step.update, step.engine.groups.group_size
+  if not isinstance(update, sharded.ShardedUpdate):
+    ways = _ways(step, [], weights)
+    return [_row(v, ways[id(v)], members) for v in weights]
+  tables = update.unsharded_tables
+  ways_of = [
+    _ways(step, update.variables_of(i), tables) for i in range(members)
   ]
+  rows = {id(v): _row(v, ways_of[0][id(v)], members) for v in tables}
+  for bucket in update.buckets:
+    for index, weight in enumerate(bucket.variables):
+      # A weight without elements is in no member's part.
+      member = bucket.layout.owners.get(index, 0)
+      is_whole = bucket.shard is None
+      updated = weight if is_whole else bucket.shard
+      rows[id(weight)] = _row(
+        weight, ways_of[member][id(updated)], members
+      )._replace(
+        elements=[
+          sum(cut.size for cut in cuts if cut.index == index)
+          for cuts in bucket.layout.cuts
+        ],
+        owner=member if is_whole else None,
+      )
+  return [rows[id(weight)] for weight in weights]
 
 
-def _nonfinite(step: step_lib.Step) -> str:
-  """Returns what happens to a step with a NaN or an infinity."""
-  if step.context.inner.skips_overflows:
-    return "skipped by the LossScaleOptimizer"
-  return "skipped and counted" if step.settings.skip_nonfinite else "applied"
+def _ways(
+  step: step_lib.Step, weights: Sequence[Any], tables: Sequence[Any]
+) -> dict[int, fused.Way]:
+  """Returns how a member updates variables that it applies, by their `id`.
+
+  Only `tables` may have row-sparse gradients.
+  """
+  wrapped, engine = step.inner, step.engine
+  optimizer, variables = wrapped.innermost, [*weights, *tables]
+  plan = fused.plan(
+    optimizer,
+    wrapped.fused,
+    engine.is_spmd or fused.is_compiled(optimizer),
+    in_function=True,
+  )
+  # Accumulated gradients are dense.
+  is_sparse = engine.supports_sparse and step.calls_per_step == 1
+  is_sparse &= not step.tables.clips_to_dense(variables)
+  are_sparse = [False] * len(weights)
+  are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]
+  ways = plan.ways(list(map(variables_lib.native, variables)), are_sparse)
+  for i, variable in enumerate(variables):
+    if are_sparse[i] and step.tables.is_by_rows:
+      ways[i] = fused.Way("rows", "only the rows in the batch")
+  return dict(zip(map(id, variables), ways, strict=True))
+
+
+def _row(variable: Any, way: fused.Way, members: int) -> Row:
+  """Returns the row of a variable that all members update as a whole."""
+  native = variables_lib.native(variable)
+  shape = [int(size) for size in native.shape]
+  name, dtype = variables_lib.path_of(variable), kernels.dtype_of(native).name
+  elements = [math.prod(shape)] * members
+  return Row(name, shape, dtype, way.name, way.reason, elements, None)
 
 
 def _not_in_force(
-  step: step_lib.Step, rows: Sequence[described.VariableUpdate]
+  step: step_lib.Step, rows: Sequence[Row]
 ) -> Iterator[tuple[str, str]]:
   """Yields the names of settings that change nothing here, and the reasons."""
-  settings, engine = step.settings, step.context.engine
+  settings, engine = step.settings, step.engine
   groups = engine.groups
-  is_rounded = described.DescribedUpdate(step.update).is_rounded
   alone = "each group has one replica"
   if engine.num_replicas == 1:
     alone = "there is one replica"
@@ -178,20 +193,26 @@ def _not_in_force(
     )
   if settings.shard_update and step.update.sharding is None:
     yield "shard_update", f"{alone}, so nothing is divided"
-  if settings.wire_dtype is not None:
+  if wire_dtype := settings.wire_dtype:
+    dtypes = [tf.as_dtype(row.dtype) for row in rows]
     if groups.group_size == 1:
       yield "wire_dtype", f"{alone}, so nothing is sent"
-    elif rows and not any(map(is_rounded, rows)):
+    elif rows and not any(packing.is_wider(d, wire_dtype) for d in dtypes):
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
     yield "accumulate_steps", "one call is a step, as with None"
-  if settings.skip_nonfinite and step.context.inner.skips_overflows:
+  if settings.skip_nonfinite and step.inner.skips_overflows:
     yield (
       "skip_nonfinite",
       "the LossScaleOptimizer skips such steps anyway; they are only counted",
     )
-  if settings.lazy_rows and (why := _why_no_rows(step, rows)):
-    yield "lazy_rows", why
+  by_rows = [row for row in rows if row.updated_by == "rows"]
+  if settings.lazy_rows and not engine.supports_sparse:
+    yield "lazy_rows", "TPU programs have no shapes that depend on data"
+  elif settings.lazy_rows and not step.tables.is_by_rows:
+    yield "lazy_rows", "XLA compiles the step, so all rows change"
+  elif settings.lazy_rows and rows and not by_rows:
+    yield "lazy_rows", "no table is known, by `Embedding` or update_by_rows()"
   if settings.fused_update:
     plain = [row for row in rows if row.updated_by in ("Keras", "rows")]
     for reason in dict.fromkeys(row.reason for row in plain):
@@ -205,80 +226,36 @@ def _not_in_force(
     yield "group_settings", "there is one group, which has these numbers"
 
 
-def _why_no_rows(
-  step: step_lib.Step, rows: Sequence[described.VariableUpdate]
-) -> str:
-  """Returns why no table is updated by rows; "" if one is, or may be."""
-  if not step.context.engine.supports_sparse:
-    return "TPU programs have no shapes that depend on data: all rows change"
-  if not step.tables.is_by_rows:
-    return "XLA compiles the step, so all rows change"
-  if not rows or any(row.updated_by == "rows" for row in rows):
-    return ""
-  if step.update.sharding is not None:
-    return (
-      "no variable is known to be a table, so all are divided; call"
-      " update_by_rows() before build()"
-    )
-  return "no `Embedding` is trained, so no gradient is known to be row-sparse"
-
-
 def _notes(
-  step: step_lib.Step,
-  variables: Sequence[Any],
-  rows: Sequence[described.VariableUpdate],
+  step: step_lib.Step, weights: Sequence[Any], rows: Sequence[Row]
 ) -> Iterator[str]:
   """Yields what is not known yet, and what costs more than it has to."""
-  if not step.context.inner.is_built:
+  wrapped, engine = step.inner, step.engine
+  if not wrapped.is_built:
     yield (
       "The variables are not known yet. Call"
       " build(model.trainable_variables), and describe() again."
     )
-  elif not variables:
+  elif not weights:
     yield (
       "The variables are not known, because `opt` was built before it was"
       " wrapped. Wrap a new optimizer."
     )
-  if (
-    step.context.inner.accumulates and step.update.engine.groups.group_size > 1
-  ):
+  if wrapped.accumulates and engine.groups.group_size > 1:
     yield (
-      f"With gradient_accumulation_steps={step.calls} of `opt`, gradients are"
-      f" reduced in every call. With accumulate_steps={step.calls} of the"
+      f"With gradient_accumulation_steps={step.calls_per_step} of `opt`, gradients are"
+      f" reduced in every call. With accumulate_steps={step.calls_per_step} of the"
       " CrossShardOptimizer instead, they are reduced once per step."
     )
-  if any(row.bytes_sent is None for row in rows):
-    yield (
-      "Replicas also send the rows of the batch, and their indices, of each"
-      ' variable with "by batch" under "sent".'
-    )
-  for variable, row in zip(variables, rows, strict=True):
-    is_large = described.num_elements(variable) >= table_warnings.LARGE
-    is_table = step.tables.is_embedding(variable)
-    if is_large and is_table and row.updated_by != "rows":
-      yield f"Every step updates all rows of {row.path}. {_remedy(step)}"
-
-
-def _remedy(step: step_lib.Step) -> str:
-  """Returns how a table can be updated by rows, or why it cannot."""
-  if not step.context.engine.supports_sparse:
-    return "On TPUs, there is no other way."
-  if step.calls > 1:
-    return "Accumulated gradients are dense. Do not accumulate gradients."
-  if step.settings.lazy_rows:
-    return "Pass jit_compile=False."
-  if why_not := rows_lib.why_not_lazy(step.context):
-    return f"To update only rows of the batch, use a different `opt`: {why_not}"
-  return (
-    "To update only the rows of the batch, pass lazy_rows=True, and use"
-    " tf_cross_shard.layers.Embedding in the model."
-  )
-
-
-def _as_json(row: described.VariableUpdate) -> dict[str, Any]:
-  """Returns a row in types that JSON has."""
-  fields = dataclasses.asdict(row)
-  return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+  for weight, row in zip(weights, rows, strict=True):
+    is_large = math.prod(row.shape) >= table_warnings.LARGE
+    is_table = step.tables.is_embedding(weight) and engine.supports_sparse
+    if is_large and is_table and row.updated_by != "rows" and step.calls_per_step == 1:
+      yield (
+        f"Every step updates all rows of {row.path}. To update only the rows of"
+        " the batch, pass lazy_rows=True without jit_compile, and use"
+        " tf_cross_shard.layers.Embedding in the model."
+      )
 
 
 def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -290,12 +267,11 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   factors = content["loss_factors"]
   chosen = content["loss_averaged_over"]
   target = "gradients" if content["scale_gradients"] else "loss"
-  by_convention = [
+  shown = " or ".join(
     f'{factors[over]:g} for "{over}"'
     for over in ([chosen] if chosen else factors)
-  ]
-  factor = f"{target} times {' or '.join(by_convention)}"
-  yield "reduction", f"{content['reduction']}: {factor}"
+  )
+  yield "reduction", f"{content['reduction']}: {target} times {shown}"
   dtype = content["wire_dtype"] or "the gradients' dtype"
   sums = content["sums"]
   yield "sums", f"{sums}, in {dtype}" if sums else "no gradients are exchanged"
@@ -303,37 +279,18 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   yield "accumulation", f"{calls} calls make a step" if calls > 1 else "none"
   yield "NaN or infinity", content["nonfinite"]
   yield "sharding", content["sharding"] or "none"
-  for title, key, padding in (
-    ("sent", "bytes_sent", content["padding_sent"]),
-    ("state", "state_bytes", 0),
-  ):
-    size = content[key]
-    more = f", {padding:,} of them padding" if padding else ""
-    known = f"{size or 0:,} bytes by each replica{more}"
-    yield title, "not known before build" if size is None else known
 
 
-def _cell(row: dict[str, Any], field: str) -> str:
-  """Returns the text of a cell."""
-  value = row[field]
-  if field == "shape":
-    return str(tuple(value))
-  if field == "elements":
-    return _members(row)
-  if field == "bytes_sent" and value is None:
-    return "by batch"
-  return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _members(row: dict[str, Any]) -> str:
-  """Returns which members of a group update a variable."""
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+  """Returns a line of the table of variables."""
+  parts = [str(i) for i, size in enumerate(row["elements"]) if size]
+  members = f"part {'-'.join(dict.fromkeys((*parts[:1], *parts[-1:])))}"
   if row["owner"] is not None:
-    return f"owner {row['owner']}"
-  elements = row["elements"]
-  if set(elements) == {math.prod(row["shape"])}:
-    return "all"
-  parts = [str(i) for i, size in enumerate(elements) if size]
-  return "part " + "-".join(dict.fromkeys((parts[0], parts[-1])))
+    members = f"owner {row['owner']}"
+  elif set(row["elements"]) == {math.prod(row["shape"])}:
+    members = "all"
+  names = row["path"], str(tuple(row["shape"])), row["dtype"], row["updated_by"]
+  return *names, members, row["reason"]
 
 
 def _align(table: Sequence[Sequence[str]]) -> list[str]:

@@ -244,8 +244,8 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     >>> optimizer = CrossShardOptimizer("adam", shard_update=True)
     >>> optimizer.build([tf.Variable([1.0, 2.0], name="weight")])
     >>> [row] = optimizer.describe().rows()
-    >>> row["path"], row["updated_by"], row["state_bytes"]
-    ('weight', 'ResourceApplyAdam', 16)
+    >>> row["path"], row["updated_by"], row["elements"]
+    ('weight', 'ResourceApplyAdam', [2])
     >>> optimizer.describe().to_dict()["not_in_force"][0]["reason"]
     'there is one replica, so nothing is divided'
 
@@ -267,18 +267,6 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       - `elements`: how many elements each member of a group updates.
       - `owner`: the member that updates the whole variable, with
         `shard_update="by_variable"`; otherwise None.
-      - `bytes_sent`: the bytes that each replica sends in a step. This counts
-        what leaves a replica in a ring: with B the bytes of the gradient in
-        `wire_dtype` and n the group size, a reduce-scatter sends B (n - 1) / n,
-        and an all-gather of the weights the same for their own dtype. An
-        all-reduce is a reduce-scatter and an all-gather of gradients.
-        None if the number of rows in the batch decides. The sum of all rows,
-        `to_dict()["bytes_sent"]`, also has the padding of shards. Neither
-        contains scalars, such as norms. Replicas that share memory send less.
-      - `state_bytes`: the bytes of slots, moving averages, sums of accumulated
-        gradients and, with elementwise sharding, of the shard, that each
-        replica keeps for the variable (a mean if replicas differ).
-        `to_dict()["state_bytes"]` also has counters and padding.
     """
     return describe_lib.describe(self._cross_shard_step, repr(self))
 

@@ -110,19 +110,6 @@ def learning_rates(optimizer: Any) -> list[Any]:
   return list({id(rate): rate for rate in rates}.values())
 
 
-def kept_variables(optimizer: Any) -> list[Any]:
-  """Returns all variables of an optimizer and of the optimizers inside it."""
-  return [
-    variable
-    for nested in nested_optimizers(optimizer)
-    for variable in (
-      *listed(nested),
-      *_rate_variables(nested),
-      *keras_private.unlisted(nested),
-    )
-  ]
-
-
 def windows(optimizer: Any) -> list[Any]:
   """Returns the state of unfinished accumulation windows.
 
