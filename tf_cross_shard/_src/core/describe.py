@@ -250,7 +250,12 @@ def _notes(
   for weight, row in zip(weights, rows, strict=True):
     is_large = math.prod(row.shape) >= table_warnings.LARGE
     is_table = step.tables.is_embedding(weight) and engine.supports_sparse
-    if is_large and is_table and row.updated_by != "rows" and step.calls_per_step == 1:
+    if (
+      is_large
+      and is_table
+      and row.updated_by != "rows"
+      and step.calls_per_step == 1
+    ):
       yield (
         f"Every step updates all rows of {row.path}. To update only the rows of"
         " the batch, pass lazy_rows=True without jit_compile, and use"

@@ -353,7 +353,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._cross_shard_step.tables.add(list(var_list or ()), list(var_names or ()))
+    self._cross_shard_step.tables.add(
+      list(var_list or ()), list(var_names or ())
+    )
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites variables with the moving averages of `opt`, if any.
@@ -376,7 +378,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    return self._cross_shard_step.differentiate(loss, var_list, tape, default, options)
+    return self._cross_shard_step.differentiate(
+      loss, var_list, tape, default, options
+    )
 
   def _perform(self, call: step_lib.Call) -> Any:
     """Checks the call, and takes the step."""

@@ -55,7 +55,9 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
       RuntimeError: If you call it in the cross-replica context.
     """
     self._cross_shard_step.checks.check_place()
-    return self._inner.scale_loss(self._cross_shard_step.scale(loss, loss_factor.GLOBAL))
+    return self._inner.scale_loss(
+      self._cross_shard_step.scale(loss, loss_factor.GLOBAL)
+    )
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Takes a step, or applies sums that a LossScaleOptimizer found finite."""

@@ -91,7 +91,9 @@ class CrossShardOptimizer(
     """
     self._cross_shard_step.checks.check_place()
     call = step_lib.Call(*validation.check_pairs(grads_and_vars))
-    return list(zip(self._cross_shard_step.sum(call), call.variables, strict=True))
+    return list(
+      zip(self._cross_shard_step.sum(call), call.variables, strict=True)
+    )
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
