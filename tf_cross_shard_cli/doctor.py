@@ -179,7 +179,6 @@ def _devices() -> str:
 
 
 def _physical(kind: str) -> list[Any]:
-  """Returns the physical devices of a kind."""
   import tensorflow as tf
 
   return list(tf.config.list_physical_devices(kind))

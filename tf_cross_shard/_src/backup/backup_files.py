@@ -81,7 +81,6 @@ def _common(
 def _of_all(
   strategy: tf.distribute.Strategy, own: Sequence[_Checkpoint]
 ) -> list[Sequence[_Checkpoint]]:
-  """Returns the checkpoints of each worker."""
   workers = agreement.of_strategy(strategy)
   if workers is None:
     return [own]
@@ -217,7 +216,6 @@ class BackupFiles:
 
 
 def _backups_in(folder: paths_lib.Path) -> list[paths_lib.Path]:
-  """Returns the backups in a folder."""
   paths: Iterable[paths_lib.Path] = folder.iterdir()
   return [path for path in paths if _NAME.fullmatch(path.name)]
 

@@ -184,7 +184,6 @@ class Checks:
     )
 
   def _iteration_lines(self) -> list[str]:
-    """Returns the count of steps as a line."""
     # Different groups may have skipped different steps.
     is_equal = self._engine.groups.num_groups == 1
     count = int(self._inner.iterations()) if is_equal else "any"

@@ -162,8 +162,8 @@ def _ways(
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]
   ways = plan.ways(list(map(variables_lib.native, variables)), are_sparse)
-  for i, variable in enumerate(variables):
-    if are_sparse[i] and step.tables.is_by_rows:
+  for i, is_sparse in enumerate(are_sparse):
+    if is_sparse and step.tables.is_by_rows:
       ways[i] = fused.Way("rows", "only the rows in the batch")
   return dict(zip(map(id, variables), ways, strict=True))
 
@@ -243,9 +243,10 @@ def _notes(
     )
   if wrapped.accumulates and engine.groups.group_size > 1:
     yield (
-      f"With gradient_accumulation_steps={step.calls_per_step} of `opt`, gradients are"
-      f" reduced in every call. With accumulate_steps={step.calls_per_step} of the"
-      " CrossShardOptimizer instead, they are reduced once per step."
+      f"With gradient_accumulation_steps={wrapped.accumulates} of `opt`,"
+      " gradients are reduced in every call, and a schedule counts calls. With"
+      f" accumulate_steps={wrapped.accumulates} of the CrossShardOptimizer"
+      " instead, they are reduced once per step, and a schedule counts steps."
     )
   for weight, row in zip(weights, rows, strict=True):
     is_large = math.prod(row.shape) >= table_warnings.LARGE

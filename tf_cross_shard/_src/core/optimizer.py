@@ -185,8 +185,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     self._parts.step = step_lib.Step(settings, self._inner, engine)
 
   @property
-  def _cross_shard_step(self) -> step_lib.Step:
-    """The steps of this optimizer."""
+  def _steps(self) -> step_lib.Step:
     return parts.step_of(self)
 
   @property
@@ -226,12 +225,12 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._cross_shard_step.skipped_steps
+    return self._steps.skipped_steps
 
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
-    return self._cross_shard_step.engine.groups
+    return self._steps.engine.groups
 
   def describe(self) -> describe_lib.Description:
     """Returns what this optimizer does to each variable in a step.
@@ -268,7 +267,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       - `owner`: the member that updates the whole variable, with
         `shard_update="by_variable"`; otherwise None.
     """
-    return describe_lib.describe(self._cross_shard_step, repr(self))
+    return describe_lib.describe(self._steps, repr(self))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -326,7 +325,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
     if not self._inner.is_built:
-      self._cross_shard_step.checks.compare_workers_before_build(trained)
+      self._steps.checks.compare_workers_before_build(trained)
     super().build(trained)
 
   def update_by_rows(
@@ -353,9 +352,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._cross_shard_step.tables.add(
-      list(var_list or ()), list(var_names or ())
-    )
+    self._steps.tables.add(list(var_list or ()), list(var_names or ()))
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites variables with the moving averages of `opt`, if any.
@@ -365,7 +362,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     Args:
       var_list: The variables.
     """
-    step = self._cross_shard_step
+    step = self._steps
     is_sharded = step.inner.sharded_state is not None
     step.warnings.end_fit(is_sharded and bool(self._inner.averages))
     step.update.write_averages(var_list)
@@ -378,13 +375,11 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    return self._cross_shard_step.differentiate(
-      loss, var_list, tape, default, options
-    )
+    return self._steps.differentiate(loss, var_list, tape, default, options)
 
   def _perform(self, call: step_lib.Call) -> Any:
     """Checks the call, and takes the step."""
-    step = self._cross_shard_step
+    step = self._steps
     with step.checks.one_user():
       step.checks.check_place()
       step.checks.check_variables(call.variables)
@@ -401,16 +396,13 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       return tf.function(lambda: step.take(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
-    """Creates the variables of all stages."""
-    self._cross_shard_step.checks.check_strategy_of(variables)
-    self._cross_shard_step.build(variables)
+    self._steps.checks.check_strategy_of(variables)
+    self._steps.build(variables)
 
   def _config(self) -> dict[str, Any]:
-    """Returns the arguments besides `opt`, in serializable form."""
-    return self._cross_shard_step.settings.to_config()
+    return self._steps.settings.to_config()
 
   def _before_saving(self) -> None:
-    """Warns that saving keeps only the first group."""
     own = parts.find(self)
     if own is not None and own.step is not None:
       whole = self._inner.whole
@@ -421,6 +413,5 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       own.step.warnings.before_saving(saved)
 
   def _differing(self) -> dict[str, Any]:
-    """Returns the arguments besides `opt` that differ from their defaults."""
-    step = self._cross_shard_step
+    step = self._steps
     return {} if step is None else step.settings.non_default()

@@ -322,7 +322,6 @@ def schedule_class(package: str) -> type[Any]:
 
 
 def _is_one_of_several_replicas() -> bool:
-  """Returns whether the caller is one of several replicas."""
   is_replica = isolation.current_replica() is not None
   return is_replica and tf.distribute.get_strategy().num_replicas_in_sync > 1
 

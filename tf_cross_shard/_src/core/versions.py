@@ -105,7 +105,6 @@ def _import(name: str, remedy: str) -> Any:
 
 
 def _import_tensorflow() -> Any:
-  """Imports TensorFlow."""
   return _import(
     "tensorflow",
     "pip install '.[cpu]' in your clone of tf_cross_shard (tensorflow-cpu), or"

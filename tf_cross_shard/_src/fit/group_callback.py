@@ -293,11 +293,9 @@ class GroupMonitor(GroupCallback):
     return list(map(float, self._numbers.get("best", ())))
 
   def state(self) -> dict[str, Any]:
-    """Returns the arrays of all groups."""
     return {name: np.array(row) for name, row in self._numbers.items()}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Sets the arrays of all groups."""
     self._numbers = {
       name: np.array(state[name])
       for name in ("best", *self._counters)
@@ -305,7 +303,6 @@ class GroupMonitor(GroupCallback):
     }
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Resets the state; raises an error if no GroupMetrics comes before."""
     super().on_train_begin(logs)
     self._sign, self._numbers = 0.0, {}
     if self.same_fit() and not self.monitor.startswith(

@@ -76,7 +76,6 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     self._is_new = True
 
   def state(self) -> dict[str, Any]:
-    """Returns an empty state: the file holds all that a resumed run needs."""
     return {}
 
   def on_train_begin(self, logs: Any = None) -> None:

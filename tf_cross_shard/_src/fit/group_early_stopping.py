@@ -116,7 +116,6 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     return state
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Sets counters and best weights; ends `fit` if all groups had stopped."""
     super().set_state(state)
     if self.stopped_epoch and all(self.stopped_epoch):
       self.model.stop_training = True
@@ -133,7 +132,6 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     }
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Resets the state of an earlier `fit`."""
     super().on_train_begin(logs)
     self._weights = {}
 

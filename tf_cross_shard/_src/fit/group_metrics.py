@@ -130,7 +130,6 @@ class GroupMetrics(group_callback.GroupCallback):
     self._names: list[str] = []
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Creates the twins; evaluates one batch so that errors come early."""
     super().on_train_begin(logs)
     if self.prefix in self.prefixes_before():
       raise ValueError(
@@ -154,7 +153,6 @@ class GroupMetrics(group_callback.GroupCallback):
     self._losses = {}
 
   def on_test_begin(self, logs: Any = None) -> None:
-    """Reads the training losses before validation overwrites them."""
     super().on_test_begin(logs)
     self._losses = self._losses or self._training_losses()
 

@@ -59,7 +59,6 @@ class GroupTensorBoard(group_callback.GroupCallback):
     self._run_rates: Any = None
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Resets the state of an earlier `fit`."""
     super().on_train_begin(logs)
     self._run_rates = None
 

@@ -197,7 +197,6 @@ class OuterOptimizer(group_callback.GroupCallback):
     self._state_for(getattr(model, "optimizer", None), model)
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Makes the first batch check whether weights were set before it."""
     super().on_train_begin(logs)
     self._is_first_execution = True
 
@@ -219,7 +218,6 @@ class OuterOptimizer(group_callback.GroupCallback):
     self._count(int(min(keras_private.batches_per_call(self.model), left)))
 
   def _implements_train_batch_hooks(self) -> bool:
-    """Tells tf_keras to call `on_train_batch_begin` and `_end`."""
     return True
 
   def _count(self, calls: int) -> None:

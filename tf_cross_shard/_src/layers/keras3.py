@@ -48,12 +48,10 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   """
 
   def _can_read_rows(self, ids: Any) -> bool:
-    """Returns whether the weights are a plain table and ids are not sparse."""
     is_plain = self.quantization_mode is None and not self.lora_enabled
     return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
 
   def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows. As in Keras 3, negative ids count from the last row."""
     ids = tf.where(ids < 0, ids + self.input_dim, ids)
     return embedding_lookup.embedding_lookup(self._embeddings, ids)
 
@@ -71,10 +69,8 @@ class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
   def __init__(
     self, rates: Any, group_assignment: Any, seed: Any = None, **kwargs: Any
   ) -> None:
-    """Creates the layer, and the state of its random numbers."""
     super().__init__(rates, group_assignment, seed, **kwargs)
     self._seeds = keras.random.SeedGenerator(seed)
 
   def _next_seed(self) -> tf.Tensor:
-    """Returns the next seed of Keras' generator."""
     return tf.cast(self._seeds.next(), tf.int32)

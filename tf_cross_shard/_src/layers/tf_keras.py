@@ -55,12 +55,10 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   """
 
   def _can_read_rows(self, ids: Any) -> bool:
-    """Returns whether neither ids nor outputs are sparse, nor one-hot."""
     is_plain = not self.sparse and not self._use_one_hot_matmul
     return is_plain and isinstance(ids, tf.Tensor | tf.RaggedTensor)
 
   def _look_up(self, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows."""
     return embedding_lookup.embedding_lookup(self.embeddings, ids)
 
 
@@ -88,7 +86,6 @@ class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
     super().build(input_shape)
 
   def _next_seed(self) -> tf.Tensor:
-    """Returns the seed of this call, and counts the call."""
     seed = tf.identity(self._seeds)
     self._seeds.assign_add(tf.constant([0, 1], tf.int64))
     return seed

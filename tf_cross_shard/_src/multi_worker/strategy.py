@@ -167,7 +167,6 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     )
 
   def _is_scalar(self, value: Any) -> bool:
-    """Returns whether the value of each replica is a scalar."""
     return all(
       tf.is_tensor(local) and local.shape.rank == 0
       for local in self.experimental_local_results(value)

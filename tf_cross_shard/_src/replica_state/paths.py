@@ -47,7 +47,6 @@ class RemotePath(os.PathLike[str]):
   """
 
   def __init__(self, path: str) -> None:
-    """Creates a path from a URL."""
     self._path = path.rstrip(_SEPARATOR)
 
   def __fspath__(self) -> str:
@@ -194,7 +193,6 @@ class _Stream(io.RawIOBase):
   """
 
   def __init__(self, file: Any) -> None:
-    """Writes to a `GFile`, which the caller closes."""
     super().__init__()
     self._file = file
 

@@ -245,7 +245,6 @@ class Halving(trial_monitor.TrialMonitor):
     )
 
   def names_of_trials(self) -> list[str]:
-    """Returns the trial of each group; empty text for a group without one."""
     running = self._progress.running
     names = [f"trial {number}" for number in running]
     return names + [""] * (self._num_groups - len(names)) if names else []
@@ -362,7 +361,6 @@ class Halving(trial_monitor.TrialMonitor):
       paths_lib.delete_tree(self._folder / "states")
 
   def state(self) -> dict[str, Any]:
-    """Returns the plan, the progress and the table."""
     progress = dataclasses.asdict(self._progress)
     own = [self._plan(), progress, table_lib.results_of(self.table).to_list()]
     return {**super().state(), "trials": group_callback.to_array(own)}
@@ -469,5 +467,4 @@ class Halving(trial_monitor.TrialMonitor):
     return self._path(f"states/trial_{number}_rung_{rung}")
 
   def _path(self, name: str) -> paths_lib.Path:
-    """Returns the path of a file in the folder."""
     return self._folder / f"{name}.npz"

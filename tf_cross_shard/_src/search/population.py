@@ -214,7 +214,6 @@ class Population(trial_monitor.TrialMonitor):
     return [s["learning_rate"] for s in self.settings if "learning_rate" in s]
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Resets the state; creates a table if none was given."""
     if self._makes_table:
       self._make_table(self._explored())
     super().on_train_begin(logs)
@@ -248,7 +247,6 @@ class Population(trial_monitor.TrialMonitor):
     return rows
 
   def _make_table(self, rows: Sequence[Mapping[str, float]]) -> None:
-    """Creates a table with a trial for each group."""
     with self.model.distribute_strategy.scope():
       groups = names_lib.groups_of(self.model.optimizer, None)
       self.table = table_lib.Table(rows, groups)
@@ -310,7 +308,6 @@ class Population(trial_monitor.TrialMonitor):
       )
 
   def state(self) -> dict[str, Any]:
-    """Returns the copies, the settings and the table."""
     own = [
       self.copied,
       self.settings,
@@ -319,7 +316,6 @@ class Population(trial_monitor.TrialMonitor):
     return {**super().state(), "happened": group_callback.to_array(own)}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Resumes with the copies, the settings and the table of a backup."""
     super().set_state(state)
     self.copied, self.settings, rows = group_callback.from_array(
       state["happened"]

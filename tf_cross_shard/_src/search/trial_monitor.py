@@ -46,13 +46,11 @@ class TrialMonitor(group_callback.GroupMonitor):
     return inner_lib.innermost(self.model.optimizer)
 
   def set_model(self, model: Any) -> None:
-    """Sets the model; makes learning rates settable if the trials set them."""
     super().set_model(model)
     if _RATE in self.names:
       group_rates.prepare(model, type(self).__name__)
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Resets the table; raises an error if it does not fit the optimizer."""
     super().on_train_begin(logs)
     groups = names_lib.groups_of(self.model.optimizer, None)
     if self.table.groups != groups:
@@ -65,7 +63,6 @@ class TrialMonitor(group_callback.GroupMonitor):
     self._check([trial.settings for trial in self.table])
 
   def begin(self, logs: Any) -> bool:
-    """Begins an epoch, and sets the metric by which the table ranks trials."""
     has_metrics = super().begin(logs)
     if has_metrics:
       results = table_lib.results_of(self.table)

@@ -121,7 +121,6 @@ def _checked_length(leaf: Any, count: int) -> tf.Tensor:
 
 
 def _join_leaves(parts: Sequence[Any]) -> Any:
-  """Joins the parts of one tensor."""
   if all(part is None for part in parts):
     return None
   if isinstance(parts[0], tf.SparseTensor):

@@ -85,7 +85,6 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     return TowerOptimizer._was_used
 
   def get_name(self) -> str:
-    """Returns the name of the wrapped optimizer."""
     return self._inner.name
 
   @tf.autograph.experimental.do_not_convert
@@ -134,7 +133,6 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
   def _check_wrapper_within(
     cls, wrapper: wrapper_lib.OptimizerWrapper, opt: Any
   ) -> None:
-    """Accepts a CrossShardOptimizer, and refuses a TowerOptimizer."""
     if isinstance(wrapper, TowerOptimizer):
       super()._check_wrapper_within(wrapper, opt)
     elif wrapper is not opt:

@@ -138,7 +138,6 @@ def _dtype(shape: Any) -> str:
 
 
 def _num_bytes(shape: Any) -> int:
-  """Returns the size of an array in bytes."""
   # The first number in the name is the number of bits: 16 for BF16, 8 for
   # F8E4M3FN. PRED has no number and takes a byte.
   bits = re.search(r"\d+", _dtype(shape))

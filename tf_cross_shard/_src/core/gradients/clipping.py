@@ -193,7 +193,6 @@ def _widen(grad: Gradient) -> Gradient:
 
 
 def _dtype(grad: Gradient) -> tf.DType | None:
-  """Returns the dtype of a gradient; None for None."""
   return None if grad is None else grad.dtype
 
 

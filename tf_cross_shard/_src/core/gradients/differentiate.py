@@ -175,7 +175,6 @@ def differentiate(
 
 @tf.autograph.experimental.do_not_convert
 def _checked(inner: Any, var_list: Any) -> list[Any] | None:
-  """Returns the variables of `var_list`, checked; None for None."""
   variables = validation.check_var_list(var_list)
   if variables is not None and inner.is_built:
     validation.check_known(variables, inner.knows, "var_list")

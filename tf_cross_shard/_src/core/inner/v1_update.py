@@ -163,7 +163,6 @@ class V1Update:
 
   @property
   def _kernel(self) -> kernels.Kernel:
-    """The kernel for the settings."""
     centered = "Centered" if getattr(self, "centered", False) else ""
     return kernels.KERNELS[centered + self.kind.kernel]
 
@@ -177,7 +176,6 @@ class V1Update:
     return tf.where(value == 1.0, self._factor(power), value)
 
   def _factor(self, power: str) -> tf.Tensor:
-    """Returns the hyperparameter beta of a power."""
     argument = self._kernel.powers[power]
     factor = getattr(self, self._kernel.settings[argument])
     return tf.constant(factor, tf.float32)

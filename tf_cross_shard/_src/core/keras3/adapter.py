@@ -29,24 +29,20 @@ class Keras3Adapter(inner_lib.Inner):
 
   @property
   def is_built(self) -> bool:
-    """Whether the slots exist."""
     return bool(self.optimizer.built)
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Creates the slots for `variables`, unless they exist."""
     super().build(variables)
     if self.optimizer is not self.innermost:
       keras_private.show_averages(self.optimizer, self.averages)
 
   @property
   def trainable_variables(self) -> Sequence[Any]:
-    """The variables that the optimizer was built on, in order."""
     # Do not copy: `as_built` reads this property for each variable and replica.
     return self.innermost._trainable_variables
 
   @property
   def _weight_copy_attribute(self) -> str:
-    """`_momentums` of ScheduleFreeAdamW, which start as the weights; or ""."""
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
     return "_momentums" if isinstance(self.innermost, kind) else ""
 
@@ -76,11 +72,9 @@ class Keras3Adapter(inner_lib.Inner):
         )
 
   def make_variable(self, value: Any, name: str) -> Any:
-    """Creates a `keras.Variable`."""
     return keras.Variable(value, dtype=value.dtype.name, name=name)
 
   def make_tiny(self, weight: Any) -> Any:
-    """Creates a one-element variable with a weight's names, rank and dtype."""
     # Keras names slots of a `tf.Variable` differently.
     if not isinstance(weight, keras.Variable):
       zeros = tf.zeros([1] * len(weight.shape), weight.dtype)
@@ -90,7 +84,6 @@ class Keras3Adapter(inner_lib.Inner):
     return tiny
 
   def as_built(self, variable: Any) -> Any:
-    """Returns the Keras variable of a `tf.Variable`."""
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
     whole = self.whole
@@ -130,24 +123,20 @@ class Keras3Adapter(inner_lib.Inner):
     return dict(zip(names_lib.unique(names), slots, strict=True))
 
   def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
     whole = self.whole
     slots = (whole.slots(v) for v in whole.trainable_variables if self.is_built)
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   @property
   def skips_overflows(self) -> bool:
-    """Whether there is a LossScaleOptimizer, inside or outside."""
     is_inside = hasattr(self.optimizer, "dynamic_growth_steps")
     return is_inside or self.outer_scaler is not None
 
   @property
   def divides_gradients(self) -> bool:
-    """Whether the optimizer divides gradients, as a LossScaleOptimizer does."""
     return self.skips_overflows
 
   def scale_loss(self, loss: Any) -> Any:
-    """Multiplies a loss by `loss_scale_factor` or the dynamic scale."""
     if self.outer_scaler is None:
       return self.optimizer.scale_loss(loss)
     # The method of the class: `wrapper.outer_loss_scaling` has replaced the
@@ -155,7 +144,6 @@ class Keras3Adapter(inner_lib.Inner):
     return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
 
   def scale_limit(self, limit: float) -> Any:
-    """Returns a limit times the loss scale, as gradients contain the scale."""
     return self.scale_loss(limit)
 
   def _apply(
@@ -165,7 +153,6 @@ class Keras3Adapter(inner_lib.Inner):
     through_apply: bool,
     **options: Any,
   ) -> None:
-    """Applies sums by the method that the caller used."""
     del options  # In Keras 3 these methods have no other arguments.
     variables = [self.as_built(v) for v in variables]
     if through_apply:
@@ -177,7 +164,6 @@ class Keras3Adapter(inner_lib.Inner):
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the LossScaleOptimizer around the wrapper."""
     variables = [self.as_built(v) for v in variables]
     outer_scaler = self.outer_scaler
     type(outer_scaler).apply(outer_scaler, list(grads), variables)

@@ -54,15 +54,13 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._cross_shard_step.checks.check_place()
-    return self._inner.scale_loss(
-      self._cross_shard_step.scale(loss, loss_factor.GLOBAL)
-    )
+    self._steps.checks.check_place()
+    return self._inner.scale_loss(self._steps.scale(loss, loss_factor.GLOBAL))
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
     if self._inner.is_called_by_loss_scaler:
-      self._cross_shard_step.apply_for_loss_scaler(grads, variables)
+      self._steps.apply_for_loss_scaler(grads, variables)
     else:
       self._perform(step_lib.Call(grads, variables, through_apply=True))
 

@@ -26,7 +26,6 @@ class Keras3Wrapper(wrapper_lib.OptimizerWrapper, keras.optimizers.Optimizer):
   _v1_classes = v1_optimizers
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Creates the wrapper of a Keras 3 optimizer."""
     # Keras' constructor creates an iteration count, a learning rate and
     # settings. They are deleted below, so that `__getattr__` finds those of
     # `opt`. Create the two variables outside all strategies: otherwise, a

@@ -30,14 +30,12 @@ class Wrapping:
 
   @property
   def _parts(self) -> parts.Parts:
-    """The objects behind this wrapper."""
     found = parts.find(self)
     assert found is not None
     return found
 
   @property
   def _inner(self) -> inner_lib.Inner:
-    """The wrapped optimizer."""
     return self._parts.inner
 
 
@@ -103,13 +101,11 @@ class SavedState(Wrapping):
     return super() if own is None else own.inner.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
-    """Returns the children that a checkpoint saves."""
     self._before_saving()
     checkpointed = self._checkpointed()
     return checkpointed._trackable_children(*args, **kwargs)  # noqa: SLF001
 
   def _lookup_dependency(self, *args: Any, **kwargs: Any) -> Any:
-    """Returns the child that a checkpoint restores."""
     checkpointed = self._checkpointed()
     return checkpointed._lookup_dependency(*args, **kwargs)  # noqa: SLF001
 

@@ -71,7 +71,6 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   @classmethod
   def _keras(cls) -> Any:
-    """Returns the module of the wrapper's Keras."""
     return sys.modules[cls._package]
 
   @classmethod
@@ -245,7 +244,6 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
     self._build_slots(variables)
 
   def _build_slots(self, variables: list[Any]) -> None:
-    """Creates the slots."""
     self._inner.build(variables)
 
   def finalize_variable_values(self, var_list: Any) -> None:

@@ -21,28 +21,23 @@ class CollectiveEngine(engine.Engine):
     self._devices = tuple(strategy.extended.worker_devices)
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums over the group."""
     return self._collectives.run(
       collective_ops.ALL_REDUCE, tensors, *self._caller()
     )
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Concatenates over the group; numbers of rows may differ."""
     return self._collectives.join_rows(tensors, *self._caller())
 
   @property
   def can_scatter(self) -> bool:
-    """Whether the runtime sees the members in replica order."""
     return collective_ops.keeps_order(self.groups)
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Returns this member's part of the sum."""
     if not collective_ops.keeps_order(self.groups):
       return super().reduce_scatter(row)
     return self._collectives.reduce_scatter(row, *self._caller())
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates parts, which have the same shape on all members."""
     if not collective_ops.keeps_order(self.groups):
       return super().all_gather_part(part)
     return self._collectives.all_gather(part, *self._caller())

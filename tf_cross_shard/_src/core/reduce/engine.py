@@ -251,15 +251,12 @@ class OneDevice(Engine):
   method = "nothing to sum"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the tensors unchanged."""
     return list(tensors)
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the tensors unchanged."""
     return list(tensors)
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
-    """Does nothing if the strategy's merge calls are plain calls anyway."""
     if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
       return super().isolate()
     return contextlib.nullcontext()

@@ -74,13 +74,11 @@ class Mirrored(collective_engine.CollectiveEngine):
       self.method = f"add_n in a merge call, {self.method} inside tf.cond"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums over the group, in a merge call or in a collective."""
     if self._merges_here():
       return self._sum(tensors, tf.add_n)
     return super().all_reduce_sum(tensors)
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Concatenates over the group; numbers of rows may differ."""
     # Use a merge call on GPUs, too: unlike a collective, it needs no padding.
     if not collective_ops.can_merge():
       return super().all_gather(tensors)
@@ -117,7 +115,6 @@ class Mirrored(collective_engine.CollectiveEngine):
   def gather_parts(
     self, part: tf.Tensor, layout: layouts.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
-    """Assembles whole tensors from the members' parts, once for each group."""
     if not self._merges_here():
       return super().gather_parts(part, layout, like)
     return self._merge(
@@ -126,7 +123,6 @@ class Mirrored(collective_engine.CollectiveEngine):
     )
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates parts, which have the same shape on all members."""
     if self._merges_here():
       return self.all_gather([part])[0]
     return super().all_gather_part(part)
@@ -158,12 +154,10 @@ class Mirrored(collective_engine.CollectiveEngine):
 
   @property
   def can_scatter(self) -> bool:
-    """True with merge calls, or if at most ten replicas take part."""
     return self._prefer_merge or super().can_scatter
 
   @property
   def bucket_bytes(self) -> int | None:
-    """None if sums use merge calls, because `_sum` packs for merge calls."""
     return None if self._merges_here() else super().bucket_bytes
 
   def _merges_here(self) -> bool:

@@ -68,7 +68,6 @@ class MultiWorker(collective_engine.CollectiveEngine):
 
   @property
   def replicas_here(self) -> range:
-    """The numbers of the replicas in this process, one for each device."""
     # `_id_in_cluster` also counts a chief. `task_id` of the cluster resolver
     # does not.
     index: int = self.strategy.extended._id_in_cluster  # noqa: SLF001
@@ -115,7 +114,6 @@ class MultiWorker(collective_engine.CollectiveEngine):
 
   @property
   def bucket_bytes(self) -> int | None:
-    """A larger size than in one process: each bucket costs a remote call."""
     return _BUCKET_BYTES
 
   def compare_workers(

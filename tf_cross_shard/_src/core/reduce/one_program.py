@@ -49,7 +49,6 @@ class TPU(engine.Engine):
   method = "CrossReplicaSum, in one XLA program"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor over the group, one operation for each."""
     for tensor in tensors:
       if tensor.dtype not in DTYPES:
         names = ", ".join(dtype.name for dtype in DTYPES)
@@ -61,14 +60,12 @@ class TPU(engine.Engine):
     return [self._sum(tensor, assignment) for tensor in tensors]
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Raises `NotImplementedError`; see `supports_sparse`."""
     raise NotImplementedError(
       "Replicas of a TPU program cannot gather rows, because shapes in the"
       " program cannot depend on data. Make the tensors dense."
     )
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Returns this member's part of the sum; receives only that part."""
     if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
       return super().reduce_scatter(row)  # XlaReduceScatter has no float64.
     return gen_xla_ops.xla_reduce_scatter(
@@ -91,7 +88,6 @@ class TPU(engine.Engine):
 
   @property
   def bucket_bytes(self) -> None:
-    """None: gradients are not packed."""
     return None
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:

@@ -33,22 +33,18 @@ class TfKerasAdapter(inner_lib.Inner):
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)
 
   def __init__(self, optimizer: Any) -> None:
-    """Wraps the user's optimizer."""
     self._trainable: list[Any] = []
     super().__init__(optimizer)
 
   @property
   def is_built(self) -> bool:
-    """Whether the slots exist."""
     return bool(getattr(self.innermost, "_built", False))
 
   @property
   def trainable_variables(self) -> list[Any]:
-    """The variables of `build`, in order; empty if built before wrapping."""
     return list(self._trainable)
 
   def make_variable(self, value: Any, name: str) -> Any:
-    """Creates a trainable `tf.Variable`."""
     return tf.Variable(value, name=name)
 
   def check_dtypes(self, variables: Sequence[Any]) -> None:
@@ -65,7 +61,6 @@ class TfKerasAdapter(inner_lib.Inner):
       )
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Creates the slots for `variables`, unless they exist."""
     if not self.is_built:
       self._trainable = list(variables)
       # Slots must outlive a function that is being traced.
@@ -74,12 +69,10 @@ class TfKerasAdapter(inner_lib.Inner):
 
   @property
   def _weight_copy_attribute(self) -> str:
-    """The attribute with the moving averages."""
     return "_model_variables_moving_average"
 
   @property
   def computes_gradients(self) -> bool:
-    """Whether the user's class overrides how gradients are computed."""
     return self._overrides(*self._gradient_methods)
 
   def compute_gradients(
@@ -104,13 +97,11 @@ class TfKerasAdapter(inner_lib.Inner):
       )
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name; empty for an unknown one."""
     if not self.is_built or self.index(variable) is None:
       return {}
     return self._slots_of(self.innermost._var_key(variable), variable.name)
 
   def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
     keys = self.innermost._index_dict if self.is_built else ()
     slots = map(self._slots_of, keys)
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
@@ -133,7 +124,6 @@ class TfKerasAdapter(inner_lib.Inner):
 
   @property
   def skips_overflows(self) -> bool:
-    """Whether the scale changes after a step that overflows."""
     return bool(getattr(self._scaler, "dynamic", False))
 
   @property
@@ -143,7 +133,6 @@ class TfKerasAdapter(inner_lib.Inner):
     return self.outer_scaler or (self.optimizer if is_inside else None)
 
   def scale_loss(self, loss: Any) -> Any:
-    """Multiplies a loss by the loss scale."""
     scaler = self._scaler
     if scaler is None:
       return loss
@@ -152,12 +141,10 @@ class TfKerasAdapter(inner_lib.Inner):
     return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
 
   def wire_scale(self) -> Any:
-    """Returns the loss scale, by which gradients are divided."""
     scaler = self._scaler
     return None if scaler is None else scaler.loss_scale
 
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
-    """Divides gradients by the loss scale; `apply_gradients` does not do it."""
     scaler = self._scaler
     if scaler is None:
       return list(grads)
@@ -195,7 +182,6 @@ class TfKerasAdapter(inner_lib.Inner):
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Applies sums through the LossScaleOptimizer around the wrapper."""
     pairs = zip(grads, variables, strict=True)
     outer_scaler = self.outer_scaler
     type(outer_scaler).apply_gradients(
@@ -213,7 +199,6 @@ class LegacyOptimizer(TfKerasAdapter):
   )
 
   def __init__(self, optimizer: Any) -> None:
-    """Wraps the user's optimizer."""
     super().__init__(optimizer)
     # Keras creates the iteration count when it is first read. Read it here,
     # because one of several replicas could not create it.
@@ -222,15 +207,12 @@ class LegacyOptimizer(TfKerasAdapter):
 
   @property
   def is_built(self) -> bool:
-    """Whether slots exist; legacy optimizers create more whenever needed."""
     return bool(self._trainable)
 
   def knows(self, variable: Any) -> bool:
-    """Returns True: legacy optimizers accept any variable at any time."""
     return True
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a variable by name; empty for an unknown one."""
     slots = {}
     for name in self.innermost.get_slot_names():
       # The object is not a variable, or it has no slots.
@@ -239,23 +221,19 @@ class LegacyOptimizer(TfKerasAdapter):
     return slots
 
   def slot_names(self) -> list[str]:
-    """Returns the name of every slot, once."""
     return list(self.optimizer.get_slot_names())
 
   def save_own_variables(self, store: Any) -> None:
-    """Saves the variables in the form of Keras' other optimizers."""
     for i, variable in enumerate(self.variables):
       store[str(i)] = variable.numpy()
 
   def load_own_variables(self, store: Any) -> None:
-    """Loads saved variables; Keras checks their number and shapes."""
     self.set_weights([store[str(i)] for i in range(len(store.keys()))])
 
   def write_averages(self, variables: Sequence[Any]) -> None:
     """Does nothing: legacy optimizers average no weights."""
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Creates the slots for `variables`, unless they exist."""
     known = {id(v) for v in self._trainable}
     new = [v for v in variables if id(v) not in known]
     if new:
@@ -278,7 +256,6 @@ class _OncePerStep:
   __hash__ = None  # type: ignore[assignment]
 
   def __init__(self) -> None:
-    """Creates a counter for one step."""
     self._replicas: set[Any] = set()
 
   def __eq__(self, other: object) -> Any:

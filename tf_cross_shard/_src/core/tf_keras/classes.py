@@ -62,8 +62,8 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._cross_shard_step.checks.check_place()
-    return self._cross_shard_step.scale(loss, loss_factor.GLOBAL)
+    self._steps.checks.check_place()
+    return self._steps.scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
   def aggregate_gradients(
@@ -89,11 +89,9 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._cross_shard_step.checks.check_place()
+    self._steps.checks.check_place()
     call = step_lib.Call(*validation.check_pairs(grads_and_vars))
-    return list(
-      zip(self._cross_shard_step.sum(call), call.variables, strict=True)
-    )
+    return list(zip(self._steps.sum(call), call.variables, strict=True))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -131,7 +129,7 @@ class CrossShardOptimizer(
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)
     if self._inner.is_called_by_loss_scaler:
-      return self._cross_shard_step.apply_for_loss_scaler(grads, variables)
+      return self._steps.apply_for_loss_scaler(grads, variables)
     validation.check_global_step(global_step)
     call = step_lib.Call(grads, variables, global_step, name, is_reduced=True)
     return self._perform(call)

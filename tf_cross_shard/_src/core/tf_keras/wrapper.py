@@ -28,7 +28,6 @@ class TfKerasWrapper(
   _is_exported = False
 
   def __init__(self, opt: Any, name: str, **clipping: float | None) -> None:
-    """Creates the wrapper of a new or a legacy tf_keras optimizer."""
     # Do not call Keras' constructor, which creates variables.
     self.name = name
     if clipping["clipnorm"] and clipping["global_clipnorm"]:
@@ -51,7 +50,6 @@ class TfKerasWrapper(
     return self._inner.whole.view(var, name)
 
   def __dir__(self) -> list[str]:
-    """Returns also the names by which a checkpoint finds legacy slots."""
     names = super().__dir__()
     if self._is_legacy and not self._is_exported:
       names += ["get_slot", "get_slot_names"]
@@ -71,7 +69,6 @@ class TfKerasWrapper(
         self._reduce_before(outer_scaler, self._methods_of_outer_scaler())
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
-    """Makes checkpoints of a scaler save the slots of legacy optimizers."""
     super()._reduce_before(outer_scaler, methods)
     if self._is_legacy:
       vars(outer_scaler).update(
@@ -92,7 +89,6 @@ class TfKerasWrapper(
 
   @classmethod
   def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
-    """Returns the optimizer that a dictionary describes, not built."""
     own = config["config"]
     inner = own.get("inner_optimizer")
     if inner and inner["config"].get("is_legacy_optimizer") is False:
@@ -120,7 +116,6 @@ class TfKerasWrapper(
     return isinstance(self._inner, adapter.LegacyOptimizer)
 
   def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
-    """Returns the children that a checkpoint or a SavedModel saves."""
     self.__dict__["_is_exported"] = save_type == "savedmodel"
     if self._is_exported and self._is_legacy:
       # The loader assumes that the wrapper is a new optimizer, and looks for
@@ -150,7 +145,6 @@ class TfKerasWrapper(
     return checkpointed._handle_deferred_dependencies(name, trackable)
 
   def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
-    """Restores a slot of a legacy optimizer."""
     optimizer = self._inner.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 

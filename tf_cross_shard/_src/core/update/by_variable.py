@@ -54,7 +54,6 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
   ) -> None:
-    """Raises `NotImplementedError` if members cannot do different things."""
     if wire.engine.is_spmd:
       raise NotImplementedError(
         "`shard_update` divides the weights by variable, but all TPU replicas"
@@ -65,13 +64,11 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     super().__init__(inner, wire, tables, skips_nonfinite)
 
   def _bucket_key(self, variable: Any) -> Hashable:
-    """Puts all weights of one dtype into one bucket."""
     return variables_lib.native(variable).dtype
 
   def _make_bucket(
     self, variables: list[Any], number: int
   ) -> sharded.WeightBucket:
-    """Gives each weight an owner, so that members have equal work."""
     del number
     natives = list(map(variables_lib.native, variables))
     shapes = [list(map(int, native.shape)) for native in natives]
@@ -91,7 +88,6 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     return sharded.WeightBucket(variables, natives, layout)
 
   def _build_inner(self) -> saved_state.PlainState:
-    """Builds the wrapped optimizer on the weights themselves."""
     self.inner.build(self._all_variables)
     owners = {
       id(variable): bucket.layout.owners[index]
@@ -106,7 +102,6 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     )
 
   def variables_of(self, member: Any) -> list[Any]:
-    """Returns the weights that a member owns."""
     return [
       bucket.variables[cut.index]
       for bucket in self.buckets
@@ -114,7 +109,6 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     ]
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns g[v] for each weight v that this member owns, in v's shape."""
     member = self.engine.position()
     return [
       tf.reshape(flat_grad, bucket.natives[cut.index].shape)
@@ -127,5 +121,4 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     ]
 
   def _own_values(self, bucket: sharded.WeightBucket) -> tf.Tensor:
-    """Returns the values of the weights that this member owns, flat."""
     return self.engine.cut_part(bucket.natives, bucket.layout)

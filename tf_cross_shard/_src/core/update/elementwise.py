@@ -54,7 +54,6 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     return native.dtype, self.inner.decays(variable)
 
   def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
-    """Splits weights into buckets of about the size that suits the engine."""
     limit = self.engine.scatter_bytes
     buckets: list[list[Any]] = [[]]
     filled = 0  # Bytes in the last bucket.
@@ -71,7 +70,6 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
   def _make_bucket(
     self, variables: list[Any], number: int
   ) -> sharded.WeightBucket:
-    """Cuts weights into equal parts, and creates the shard of this member."""
     natives = list(map(variables_lib.native, variables))
     dtype, decays = natives[0].dtype, self.inner.decays(variables[0])
     layout = layouts.Layout.even(
@@ -88,7 +86,6 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     return sharded.WeightBucket(variables, natives, layout, shard)
 
   def _build_inner(self) -> saved_state.PlainState:
-    """Builds the wrapped optimizer on the shards and the tables."""
     shards = [bucket.shard for bucket in self.buckets]
     built_on = [*shards, *self.unsharded_tables]
     # One of the user's weights for each variable of `built_on`. One weight is
@@ -127,16 +124,13 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       variables_lib.native(bucket.shard).assign(part)
 
   def variables_of(self, member: Any) -> list[Any]:
-    """Returns the shards, of which each member has its own copy."""
     del member
     return [bucket.shard for bucket in self.buckets]
 
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the parts: part i of the sums is the gradient of shard W[i]."""
     return list(parts)
 
   def _own_values(self, bucket: sharded.WeightBucket) -> tf.Tensor:
-    """Returns the value of a bucket's shard."""
     return tf.convert_to_tensor(variables_lib.native(bucket.shard))
 
   def gather_weights(self, sums: Sequence[Gradient]) -> None:

@@ -108,7 +108,6 @@ class CheckpointView(_Trackable):
     }
 
   def _lookup_dependency(self, name: str, *args: Any) -> Any:
-    """Returns the child that a checkpoint restores."""
     del args
     return self._trackable_children().get(name)
 

@@ -90,7 +90,6 @@ class ShardedUpdate(replicated.Update):
     self.checkpointed = self._view
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Puts weights into buckets, and builds the user's optimizer on them."""
     if self._all_variables:
       return
     # Tables are not sharded. All other weights are put into buckets by their
@@ -152,7 +151,6 @@ class ShardedUpdate(replicated.Update):
   def reduce(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Returns this member's parts of the group's sums."""
     if self._norm_limits():
       # A norm needs the whole gradient, so the group sums whole gradients.
       return self.cut(self.wire.sum(grads), variables)
@@ -218,7 +216,6 @@ class ShardedUpdate(replicated.Update):
     variables: Sequence[Any],
     through_apply: bool,
   ) -> None:
-    """Updates this member's parts of the weights."""
     updated = [*self._own_variables(), *self.unsharded_tables]
     # `cut` has applied these limits. Switch them off.
     with overriding.overriding(
@@ -227,7 +224,6 @@ class ShardedUpdate(replicated.Update):
       super().apply(sums, updated, through_apply)
 
   def write_averages(self, variables: Sequence[Any]) -> None:
-    """Overwrites the weights of all replicas with their moving averages."""
     del variables
     if not (self._all_variables and self.inner.finalizes):
       return
@@ -241,7 +237,6 @@ class ShardedUpdate(replicated.Update):
     self._run_on_all_replicas(finalize)
 
   def gather_weights(self, sums: Sequence[Gradient]) -> None:
-    """Gives each replica the whole weights, from the parts of all members."""
     del sums
     self._gather()
 

@@ -38,7 +38,6 @@ class TableWarnings:
   """Warns once about each large table that row updates do not speed up."""
 
   def __init__(self) -> None:
-    """Creates an object that has not warned yet."""
     self._warned: set[str] = set()
 
   def check(self, table: Any, grad: Any, is_compiled: bool) -> None:

@@ -169,7 +169,6 @@ class WholeSlot(_Trackable):
     return {"VARIABLE_VALUE": self.read_value()}
 
   def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
-    """Assigns a saved value."""
     self.assign(restored["VARIABLE_VALUE"].numpy())
 
 
@@ -181,14 +180,11 @@ class ByVariableSlot(WholeSlot):
   """
 
   def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
-    """Creates a slot that reads the copy of the group's member `owner`."""
     super().__init__(slot, slot, Span(0, tuple(slot.shape)), engine)
     self._owner = owner
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-    """Gives each replica of this process its own whole value."""
     self._copies().write(self.parts, list(values))
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
-    """Returns the owner's copy, from the copies of all members of a group."""
     return parts[self._owner]

@@ -246,7 +246,6 @@ def _main_stack() -> traceback.StackSummary:
 
 
 def _stack_of_main_thread() -> str:
-  """Returns the stack of the main thread, for a log."""
   return "".join(_main_stack().format())
 
 
