@@ -196,7 +196,7 @@ class BackupFiles:
           ):
             logging.warning("%s is incomplete, and is ignored.", path)
             continue
-          count = archive.about(path)["workers"]
+          count = archive.about(path).get("workers", self._count)
           key = path.name
           if count != self._count:
             key += f" of {count} workers"

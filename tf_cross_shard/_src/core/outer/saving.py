@@ -4,17 +4,8 @@ So a file that was saved without the wrapper loads with it, and vice versa.
 There are three ways to save: `get_config` (settings), Keras' files, and
 `tf.train.Checkpoint`.
 
-Pickles and copies (`copy.copy`, `copy.deepcopy`) are Keras' own:
-
-- In Keras 3, `KerasSaveable.__reduce__` writes the optimizer as a Keras file
-  and reads it again. A copy is not built. It has the configuration, which
-  contains the current learning rate. The iteration count is kept only if the
-  optimizer was not built: Keras skips the variables, with a warning, of an
-  optimizer that had slots.
-- tf_keras cannot pickle optimizers. Here, a copy has the configuration.
-
-In both, exclusions from weight decay are not in the configuration. To keep
-slots, use `tf.train.Checkpoint` or `replica_state.save`.
+For pickles and copies, Keras 3 writes such a file and reads it again
+(`KerasSaveable.__reduce__`); `TfKerasWrapper` takes the configuration.
 """
 
 import copy

@@ -36,6 +36,11 @@ class CrossShardOptimizer(
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
   `tf_keras.optimizers.legacy`.
 
+  `pickle` and `copy` take the configuration, with the current learning rate,
+  and no other values. Exclusions from weight decay are not in the copy. Plain
+  optimizers of tf_keras cannot be pickled. A copy of a compiled and built model
+  keeps the slots.
+
   >>> import tensorflow as tf
   >>> import tf_keras as keras
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
