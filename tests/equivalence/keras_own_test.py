@@ -44,13 +44,26 @@ CANNOT_PASS = {
     )
     for name in ("adagrad", "sgd", "loss_scale_optimizer_sgd")
   },
+  **{
+    f"optimizers/{name}": "has float8 scales, which are refused"
+    for name in (
+      "loss_scale_optimizer_test.py::LossScaleOptimizerTest"
+      "::test_finite_step_with_overwrite_stateful",
+      "optimizer_test.py::OptimizerTest::test_overwrite_with_gradient",
+      "optimizer_test.py::OptimizerTest"
+      "::test_overwrite_with_gradient_with_gradient_accumulation",
+    )
+  },
+  f"{_REPLICAS}::test_gradient_accumulation": (
+    "reads the accumulated gradients, which are sums over replicas here"
+  ),
   f"{_REPLICAS}::test_ema": (
     "gives all replicas one tensor object, of which Keras makes 1 + 1 = 1;"
     " keras3/classes_test.py gives each its own"
   ),
 }
 # Fewer means that tests are gone, or no longer found.
-LEAST_PASSED = 232
+LEAST_PASSED = 228
 # The Keras that this is about. With another one the tests listed above may be
 # gone, or all of them.
 IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)

@@ -66,19 +66,20 @@ class GroupWarnings:
   def check(self) -> None:
     """Warns if all groups have the same weights although they have trained.
 
-    Different data or settings make the weights of groups differ in the first
-    step. This comparison misses
+    Groups that differ in their data or settings have different weights after
+    one step. This comparison misses
 
     - groups that were overwritten and have trained since, so that they differ
       again;
-    - groups of which only some were overwritten;
+    - cases in which only some groups were overwritten;
     - groups in several processes.
 
-    Usually it reads one small variable: the smallest is compared first.
+    The smallest variable is compared first, and usually differs.
     """
     if (
       _COLLAPSED in self._logged
       or self._groups.num_groups == 1
+      or not self._is_one_process
       or not self._inner.is_built
       or not replicas_lib.is_between_steps()
       or self._count_steps() in (0, self._accepted_at)
