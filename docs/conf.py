@@ -21,7 +21,7 @@ copyright = "the developers of tf_cross_shard"
 version = release = tf_cross_shard.__version__
 
 extensions = [
-  "myst_nb",
+  "myst_parser",
   "sphinx.ext.autodoc",
   "sphinx.ext.napoleon",
   "sphinx.ext.viewcode",
@@ -42,13 +42,6 @@ html_additional_pages = {"index": "redirect.html"}
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]
 suppress_warnings = ["myst.header"]  # CHANGELOG's sections begin at level 3.
-
-# The quickstart runs when the site is built; an error in it is an error here.
-nb_execution_mode = "force"
-nb_execution_raise_on_error = True
-nb_execution_timeout = 300
-nb_merge_streams = True
-nb_output_stderr = "remove"  # TensorFlow tells much; errors are raised.
 
 # Docstrings are Google's, with `names` in single backquotes.
 default_role = "code"

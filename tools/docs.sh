@@ -5,9 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 
-ensure_environment cpu docs examples tuner virtual-tpu
+ensure_environment cpu docs virtual-tpu
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-3}"
-# The notebook's kernel is started by name, and must be this environment's.
-JUPYTER_PATH="$PWD/.venv/share/jupyter" .venv/bin/python -m sphinx --quiet \
-  --fail-on-warning --keep-going -c docs "$@" . build/docs
+.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs "$@" \
+  . build/docs
 echo "[docs] open build/docs/index.html"
