@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tries this package on a GPU, and prints a table for docs/compatibility.md.
+# Tries this package on a GPU, and prints a table for docs/limits.md.
 #
 #   bash tools/gpu_check.sh
 #

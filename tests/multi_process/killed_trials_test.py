@@ -1,4 +1,4 @@
-"""The program of docs/trials.md prints the same table after kills."""
+"""The program of docs/callbacks.md prints the same table after kills."""
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ PLACES = ("trials/trial_5.npz", "trials/states/trial_*_rung_1.npz")
 
 def _start(folder: pathlib.Path) -> subprocess.Popen[str]:
   """Starts the page's program in a folder."""
-  program = pages.programs("docs/trials.md")[0]
+  program = pages.programs("docs/callbacks.md")[1]
   folder.mkdir(exist_ok=True)
   return subprocess.Popen(
     [sys.executable, "-c", program],

@@ -122,7 +122,7 @@ class LossConvention:
       ' the result of reduction="%s" is wrong by a constant factor: %g if the'
       " loss is averaged over this replica's examples, %g if over all"
       ' replicas\' examples. Pass loss_averaged_over="replica" or "global", and'
-      " call scale_loss(loss) inside the tape (docs/choosing.md) or pass"
+      " call scale_loss(loss) inside the tape (docs/custom_loops.md) or pass"
       " scale_gradients=True, the only way within Keras' MultiOptimizer.",
       settings.reduction,
       factors[loss_factor.REPLICA],
@@ -142,7 +142,7 @@ class LossConvention:
         "CrossShardOptimizer assumes that the loss is averaged over %s, and"
         ' multiplies it by %g. If this is right, pass loss_averaged_over="%s".'
         ' If the loss is averaged over %s, pass loss_averaged_over="%s"; the'
-        " factor is then %g. See docs/choosing.md.",
+        " factor is then %g. See docs/custom_loops.md.",
         *(_EXAMPLES[taken], factors[taken], taken),
         *(_EXAMPLES[other], other, factors[other]),
       )

@@ -24,7 +24,7 @@ _MIXED_EVALUATION: Final = (
   " predict() and fit(validation_data=...) run each row through the weights of"
   " the replica that receives it, so the result describes none of the groups."
   " Use tf_cross_shard.callbacks.GroupMetrics, which evaluates every group on"
-  " all rows; see docs/group_callbacks.md."
+  " all rows; see docs/callbacks.md."
 )
 _SHARDED_AVERAGES: Final = (
   "%s divides the moving averages among the replicas (`shard_update`), but"
