@@ -56,6 +56,4 @@ NIGHTLY = [
     "multi_process/random_programs_workers_test.py",
     "unit/compiled_gradients_test.py",
     "unit/replica_state/group_models_loaded_test.py",
-    "unit/search/population_test.py",
-    "unit/search/tuner_test.py",
 ]

@@ -81,7 +81,7 @@ __all__ = [
   "__version__",
 ]
 # Modules that many programs do not need. They are imported on first use.
-_LATER = ("keras3", "multi_worker", "tf_keras", "tuners", "virtual_tpu")
+_LATER = ("keras3", "multi_worker", "tf_keras", "virtual_tpu")
 
 
 def __getattr__(name: str) -> _typing.Any:

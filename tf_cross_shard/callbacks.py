@@ -10,7 +10,6 @@ every group as a separate model.
 - `GroupCheckpoint`: keeps each group's best weights in one file
 - `GroupTensorBoard`: writes one TensorBoard run for each group
 - `Halving`: hyperparameter search by successive halving
-- `Population`: population based training
 - `OuterOptimizer`: synchronizes the groups every few steps (DiLoCo)
 - `BackupAndRestore`: resumes `fit` after a crash
 
@@ -59,7 +58,6 @@ from tf_cross_shard._src.fit.group_reduce_lr import GroupReduceLROnPlateau
 from tf_cross_shard._src.fit.group_tensorboard import GroupTensorBoard
 from tf_cross_shard._src.islands.outer_optimizer import OuterOptimizer
 from tf_cross_shard._src.search.halving import Halving
-from tf_cross_shard._src.search.population import Population
 
 __all__ = [
   "BackupAndRestore",
@@ -70,6 +68,5 @@ __all__ = [
   "GroupTensorBoard",
   "Halving",
   "OuterOptimizer",
-  "Population",
 ]
 __dir__ = _catalogue.publish(globals())

@@ -1,12 +1,9 @@
 """Hyperparameter search: train many trials in the groups of one `fit`.
 
-A `Table` holds one `Trial` for each combination of hyperparameters. Two
-callbacks train the trials of a table, one trial per group at a time:
-
-- `callbacks.Halving` trains all trials for a few epochs, and then continues
-  with the best ones (successive halving);
-- `callbacks.Population` trains one trial per group, and repeatedly replaces the
-  worst trials with changed copies of the best ones (population based training).
+A `Table` holds one `Trial` for each combination of hyperparameters.
+`callbacks.Halving` trains the trials of a table, one trial per group at a time:
+all trials for a few epochs, and then the best ones for longer (successive
+halving).
 
 Create a table of four learning rates for two groups:
 

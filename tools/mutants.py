@@ -124,7 +124,6 @@ MUTANTS = [
   Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/search/halving"),
   Mutant("all trials resume from the first trial's state", "_src/search/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/search/halving"),
   Mutant("a wave of trials keeps the previous wave's settings", "_src/search/halving.py", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))\n    self._apply_settings()", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))", "unit/search/halving"),
-  Mutant("population-based training copies the worst to the best", "_src/search/population.py", "          source, target, self.model", "          target, source, self.model", "unit/search/population"),
   Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/by_variable_update"),
   Mutant("elements that several members update are joined twice", "_src/core/reduce/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/by_variable_update"),
   Mutant("embedding tables are sharded", "_src/core/update/sharded.py", "if self.tables.is_table(variable):", "if False:", "unit/core/update/embedding_tables"),

@@ -31,7 +31,7 @@ class Program:
   Attributes:
     options: The arguments of CrossShardOptimizer.
     backup: The arguments of BackupAndRestore.
-    search: "halving", "population", or "" for callbacks of groups.
+    is_search: Whether `Halving` trains trials, in place of other callbacks.
     patience: The `patience` of GroupEarlyStopping. With 0, each group stops
       in another epoch.
     has_table: Whether the model has an embedding table.
@@ -41,7 +41,7 @@ class Program:
 
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   backup: dict[str, Any] = dataclasses.field(default_factory=dict)
-  search: str = ""
+  is_search: bool = False
   patience: int = 9
   has_table: bool = False
   has_limits: bool = False
@@ -63,10 +63,7 @@ PROGRAMS = {
     {"every": 6, "every_seconds": 0.2},
   ),
   "early_stopping": Program({}, {"every": 13}, patience=0),
-  "halving": Program({}, {"every": 9}, search="halving", on_workers=False),
-  "population": Program(
-    {}, {"every": 9}, search="population", on_workers=False
-  ),
+  "halving": Program({}, {"every": 9}, is_search=True, on_workers=False),
 }
 
 
@@ -150,7 +147,7 @@ def train(
   )
   # The file holds all groups; the log holds the best values of callbacks.
   replica_state.save(folder / "end.npz", model.optimizer, model)
-  if program.search:
+  if program.is_search:
     note("end", repr(extra["search"].table))
   else:
     stop, best = extra["stop"], extra["best"]
@@ -192,7 +189,7 @@ def make_model(program: Program, groups: list[list[int]]) -> Any:
     options["group_settings"] = {"clipnorm": limits}
   # A search sets the learning rates itself.
   rates = [0.03 / (1 + i) for i in range(len(groups))]
-  rate = 0.01 if program.search else schedules.PerGroup(rates)
+  rate = 0.01 if program.is_search else schedules.PerGroup(rates)
   optimizer = CrossShardOptimizer(
     tf.keras.optimizers.Adam(rate), group_assignment=groups, **options
   )
@@ -206,16 +203,12 @@ def make_callbacks(
   """Returns the number of epochs, and the program's callbacks by name."""
   from tf_cross_shard import callbacks, trials
 
-  if program.search == "halving":
+  if program.is_search:
     table = trials.Table(
       [{"learning_rate": 0.1 / 2**i} for i in range(4)], groups
     )
     search = callbacks.Halving(table, f"{storage}/trials", epochs=2, factor=2)
     return search.total_epochs, {"search": search}
-  if program.search == "population":
-    explore = {"learning_rate": [0.8, 1.25]}
-    population = callbacks.Population(explore=explore, every=1, seed=3)
-    return EPOCHS, {"search": population}
   return EPOCHS, {
     "reduce": callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1),
     "stop": callbacks.GroupEarlyStopping(patience=program.patience),

@@ -107,16 +107,6 @@ def test_digits_trains_ungrouped_and_in_groups(data_dir: Path) -> None:
   assert len(content) > 10_000
 
 
-def test_population_copies_the_best(data_dir: Path) -> None:
-  flags = ["--epochs=3", "--every=1"]
-  output = run_example("population.py", data_dir, *flags)
-  # A rate of 0.0001 is the slowest by far.
-  assert re.search(r"Epoch 1: group 3 copies group [012]\.", output)
-  accuracies = re.findall(r"learning rate ([\d.]+): ([\d.]+)%", output)
-  assert len(accuracies) == 4
-  assert min(float(accuracy) for _, accuracy in accuracies) >= 80, output
-
-
 def test_trials_continue_with_the_best(data_dir: Path) -> None:
   flags = ["--epochs=4", f"--folder={data_dir}/trials"]
   output = run_example("trials_of_digits.py", data_dir, *flags)

@@ -158,7 +158,7 @@ def test_the_package_has_the_optimizer_of_tf_dot_keras() -> None:
 
 def test_the_package_lists_what_is_public() -> None:
   names = dir(tf_cross_shard)
-  later = {"keras3", "multi_worker", "tf_keras", "tuners", "virtual_tpu"}
+  later = {"keras3", "multi_worker", "tf_keras", "virtual_tpu"}
   assert set(names) == {*tf_cross_shard.__all__, *later}
   assert set(dir(multi_worker)) == set(multi_worker.__all__)
   modules = [getattr(tf_cross_shard, name) for name in tf_cross_shard.__all__]

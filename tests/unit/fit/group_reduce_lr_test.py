@@ -9,7 +9,13 @@ import tensorflow as tf
 from tests.support import callback_cases as cases
 from tests.support import testbed
 from tests.support.callback_cases import SERIES
-from tf_cross_shard import callbacks, replica_state, schedules
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  replica_state,
+  schedules,
+)
+from tf_cross_shard._src.fit import group_rates
 
 OPTIONS = {
   **{"patience": 1, "factor": 0.5, "min_delta": 1.0},
@@ -63,6 +69,24 @@ def test_rates_are_lowered_as_keras_lowers_them(
   if per_group:
     with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
       model.optimizer.learning_rate = 0.1
+
+
+@pytest.mark.parametrize("is_around", [False, True])
+def test_rates_under_loss_scaling(is_around: bool) -> None:
+  """The learning rate of Keras 3's LossScaleOptimizer is not changed."""
+  scaled = tf.keras.mixed_precision.LossScaleOptimizer
+  rates = [0.5, 0.25]
+  with testbed.mirrored(2).scope():
+    model = testbed.one_weight()
+    opt = tf.keras.optimizers.SGD(schedules.PerGroup(rates))
+    options = {"group_assignment": [[0], [1]]}
+    if is_around:
+      model.compile(scaled(CrossShardOptimizer(opt, **options)), "mse")
+    else:
+      model.compile(CrossShardOptimizer(scaled(opt), **options), "mse")
+  group_rates.prepare(model, "the test")
+  group_rates.write(model, [rate / 2 for rate in rates])
+  assert group_rates.read(model) == [rate / 2 for rate in rates]
 
 
 def test_rates_that_cannot_be_lowered() -> None:

@@ -19,7 +19,7 @@ from tf_cross_shard import (
   schedules,
   trials,
 )
-from tf_cross_shard._src.search import halving as halving_lib
+from tf_cross_shard._src.search import rungs as rungs_lib
 from tf_cross_shard._src.search import table as table_lib
 
 PAIRS = groups.Groups([[0, 1], [2, 3]])
@@ -205,40 +205,6 @@ def test_resumed_search_equals_uninterrupted_search(
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-def test_a_population_explores_settings_of_every_kind() -> None:
-  """Compares with SGD with momentum in NumPy."""
-  rows = [SETTINGS[0], SETTINGS[4]]
-  model, table = _make(rows)
-  factors = {"momentum": [0.5], "scale": [2.0]}
-  population = callbacks.Population(every=2, explore=factors, table=table)
-  _fit(model, table, population, epochs=4)
-  weights, slots = np.ones((2, 2)) * [1, 0], np.zeros((2, 2))
-  now = [dict(row) for row in rows]
-
-  def loss(i: int) -> tuple[float, np.ndarray]:
-    x = X[:2, 0] * now[i]["scale"]
-    error = weights[i] @ [x, np.ones(2)] - Y[:2, 0]
-    return float(np.mean(error**2)), np.mean([error * x, error], axis=1) * 2
-
-  for epoch in range(4):
-    for i in range(2):
-      rate, momentum = now[i]["learning_rate"], now[i]["momentum"]
-      slots[i] = momentum * slots[i] - rate * loss(i)[1]
-      weights[i] += slots[i]
-    losses = [loss(i)[0] for i in range(2)]
-    for i, own in enumerate(losses):
-      np.testing.assert_allclose(table[i].history["val_loss"][epoch], own, 1e-5)
-    if epoch == 1:
-      best, worst = np.argsort(losses)
-      weights[worst], slots[worst] = weights[best], slots[best]
-      for name, factor in (("momentum", 0.5), ("scale", 2.0)):
-        now[worst][name] = now[best][name] * factor
-  assert len(population.copied) == 1
-  assert population.copied[0]["scale"] == 2.0
-  for found, expected in zip(population.settings, now, strict=True):
-    assert found == pytest.approx(expected)
-
-
 def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
   table = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
   results = table_lib.results_of(table)
@@ -276,14 +242,14 @@ def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
 def test_rungs(
   number: int, num_groups: int, factor: int, epochs: int, expected: Any
 ) -> None:
-  found = halving_lib.rungs(number, num_groups, factor, epochs)
+  found = rungs_lib.rungs(number, num_groups, factor, epochs)
   assert found == expected
 
 
 def test_too_few_epochs() -> None:
   words = "at least 3, because 5 trials in 4 groups take 2 rungs with"
   with pytest.raises(ValueError, match=words):
-    halving_lib.rungs(5, 4, 3, 2)
+    rungs_lib.rungs(5, 4, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -331,18 +297,6 @@ def test_a_fit_that_is_too_short(
     (
       lambda: _halving(trials.Table(SETTINGS, groups.singletons(4))),
       "`table` is for the groups",
-    ),
-    (
-      lambda: callbacks.Population(table=trials.Table(SETTINGS, PAIRS)),
-      "a trial for each of the 2 groups",
-    ),
-    (
-      lambda: callbacks.Population(explore={"scale": [0.5]}),
-      "but the optimizer has no such setting",
-    ),
-    (
-      lambda: callbacks.Population(explore={"clipnorm": [0.5]}),
-      "`explore` changes 'clipnorm', but its values in the groups are [None, ",
     ),
   ],
 )

@@ -15,67 +15,34 @@ of each group to the file of its trial:
 """
 
 import dataclasses
+import difflib
 import math
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 from absl import logging
 
 from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import settings
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.fit import (
   group_callback,
   group_metrics,
   group_rates,
   summaries,
 )
-from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.replica_state import (
+  archive,
+  checkpoint,
+  group_models,
+  group_state,
+)
 from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.search import rungs as rungs_lib
 from tf_cross_shard._src.search import table as table_lib
-from tf_cross_shard._src.search import trial_files, trial_monitor
+from tf_cross_shard._src.search import trial_files
 
-
-class Rung(NamedTuple):
-  """The number of trials of a rung, and their last epoch."""
-
-  trials: int
-  epochs: int
-
-
-def rungs(
-  num_trials: int, num_groups: int, factor: int, epochs: int
-) -> list[Rung]:
-  """Returns the rungs; the last rung has no more trials than there are groups.
-
-  No rung has fewer trials than groups, because groups without a trial would
-  compute for nothing.
-
-  >>> [tuple(rung) for rung in rungs(16, 4, 2, 9)]
-  [(16, 2), (8, 4), (4, 9)]
-
-  Args:
-    num_trials: The number of trials of the first rung.
-    num_groups: The number of groups.
-    factor: Only one in `factor` trials continues to the next rung.
-    epochs: The last epoch of the last rung.
-
-  Raises:
-    ValueError: If the first rung would have no epoch.
-  """
-  # Each rung has 1 / factor of the trials of the rung before.
-  counts = [num_trials]
-  while counts[-1] > num_groups:
-    counts.append(max(num_groups, math.ceil(counts[-1] / factor)))
-  last = len(counts) - 1
-  if epochs < factor**last:
-    raise ValueError(
-      f"`epochs` must be at least {factor**last}, because {num_trials} trials"
-      f" in {num_groups} groups take {last + 1} rungs with factor {factor}; got"
-      f" {epochs}."
-    )
-  # Each rung ends at 1 / factor of the epochs of the rung after.
-  return [
-    Rung(count, epochs // factor ** (last - i))
-    for i, count in enumerate(counts)
-  ]
+_RATE: Final = "learning_rate"
 
 
 @dataclasses.dataclass
@@ -96,7 +63,7 @@ class _Progress:
   epochs_left: int = 0
 
 
-class Halving(trial_monitor.TrialMonitor):
+class Halving(group_callback.GroupMonitor):
   """Finds the best trial of a table in one `fit`, by successive halving.
 
   First, all trials are trained for a few epochs, as many trials at a time as
@@ -141,7 +108,14 @@ class Halving(trial_monitor.TrialMonitor):
     Jamieson and Talwalkar, 2016 (arXiv 1502.07943); Li et al., A System for
     Massively Parallel Hyperparameter Tuning, 2020 (arXiv 1810.05934). This is
     the synchronous algorithm.
+
+  Attributes:
+    table: The trials.
+    names: The names of the settings in the table.
   """
+
+  compares_trials = True
+  moves_optimizer = True
 
   def __init__(
     self,
@@ -192,7 +166,7 @@ class Halving(trial_monitor.TrialMonitor):
     self.factor = factor
     self._folder = paths_lib.as_path(folder, "folder")
     self._num_groups = table.groups.num_groups
-    self._rungs = rungs(len(table), self._num_groups, factor, epochs)
+    self._rungs = rungs_lib.rungs(len(table), self._num_groups, factor, epochs)
     self._progress = _Progress()
     self._rates: list[float] = []  # the learning rates that were applied
     self._runs = None if log_dir is None else summaries.Runs(log_dir)
@@ -240,9 +214,18 @@ class Halving(trial_monitor.TrialMonitor):
         "best_model returns the best trial of a search that has not ended: %s.",
         missing,
       )
-    return trial_monitor.plain_model(
-      best.file, best.settings, self.table, self.model, into
-    )
+    optimizer = self.model.optimizer
+    state = group_state.GroupState(optimizer, self.model, with_optimizer=False)
+    path = paths_lib.as_path(best.file)
+    values = checkpoint.values_of_group(path, 0, state)
+    # Layers of the clone, such as dropout, get the present settings of group 0.
+    rows = [best.settings] * self._num_groups
+    table_lib.results_of(self.table).assign(rows)
+    # Keras calls the clone's layers, which may ask for the settings of a group.
+    with per_group_lib.as_group(0):
+      plain = group_models.load_group(0, optimizer, self.model, into=into)
+    group_models.assign(state, values, plain)
+    return plain
 
   def names_of_trials(self) -> list[str]:
     running = self._progress.running
@@ -260,26 +243,78 @@ class Halving(trial_monitor.TrialMonitor):
       f" was trained for all {self.epochs} epochs"
     )
 
+  @property
+  def _step(self) -> Any:
+    """The step of the CrossShardOptimizer, which has `group_settings`."""
+    [step] = names_lib.steps_of(self.model.optimizer)
+    return step
+
+  @property
+  def _optimizer_settings(self) -> set[str]:
+    """The names that `group_settings` may contain."""
+    innermost = inner_lib.innermost(self.model.optimizer)
+    return {*settings.LIMITS, *vars(innermost)} - {_RATE}
+
+  def set_model(self, model: Any) -> None:
+    """Sets the model; makes learning rates settable if the trials set them."""
+    super().set_model(model)
+    if _RATE in self.names:
+      group_rates.prepare(model, type(self).__name__)
+
   def on_train_begin(self, logs: Any = None) -> None:
-    """Checks the optimizer and the other callbacks, and creates the folder.
+    """Resets the table, checks what it will set, and creates the folder.
 
     Raises:
-      ValueError: If the groups differ in a setting that is not in the table, if
-        another callback assumes that a group trains a single trial, or
-        if some epochs have no metrics.
+      ValueError: If the optimizer has other groups than the table or cannot
+        take its settings, if the groups differ in a setting that is not in the
+        table, if another callback assumes that a group trains a single trial,
+        or if some epochs have no metrics.
     """
     super().on_train_begin(logs)
+    groups = names_lib.groups_of(self.model.optimizer, None)
+    if self.table.groups != groups:
+      raise ValueError(
+        f"`table` is for the groups {self.table.groups.to_lists()}, but the"
+        f" optimizer has {groups.to_lists()}. Pass the groups of the table as"
+        " `group_assignment` to the CrossShardOptimizer."
+      )
+    table_lib.results_of(self.table).forget()
     self._progress = _Progress()
-    optimizer = self.model.optimizer
-    differing = dict(self.step.context.settings.group_settings or {})
-    if (rates := per_group_lib.rates_of(optimizer)) is not None:
-      differing["learning_rate"] = rates.rates
+    self._check_settings()
+    self._check_callbacks()
+    (self._folder / "states").mkdir(parents=True, exist_ok=True)
+    with self.model.distribute_strategy.scope():
+      self.model.optimizer.build(self.model.trainable_variables)
+
+  def _check_settings(self) -> None:
+    """Raises an error if the optimizer cannot take the settings of a trial."""
+    # Try the settings of each trial on all groups, and then restore the
+    # settings.
+    before = self._step.context.settings.group_settings
+    names = self._optimizer_settings.intersection(self.names)
+    try:
+      for trial in self.table:
+        rows = {n: [trial.settings[n]] * self._num_groups for n in names}
+        self._step.replace(group_settings=rows)
+    except (NotImplementedError, ValueError) as error:
+      # The user passed a table, and no `group_settings`.
+      raise type(error)(
+        str(error).replace("`group_settings`", "`table`")
+      ) from error
+    finally:
+      self._step.replace(group_settings=before)
+    differing = dict(before or {})
+    if (rates := per_group_lib.rates_of(self.model.optimizer)) is not None:
+      differing[_RATE] = rates.rates
     for name in set(differing) - set(self.names):
       raise ValueError(
         f"The groups have different values of {name!r}, {differing[name]}, but"
         " `table` does not contain it. Add it to the table, because a trial may"
         " move from group to group, or give `opt` one value for all groups."
       )
+
+  def _check_callbacks(self) -> None:
+    """Raises an error if another callback cannot be used with trials."""
     for other in self.same_fit():
       if other.follows_groups and other is not self:
         raise ValueError(
@@ -293,9 +328,6 @@ class Halving(trial_monitor.TrialMonitor):
           "Halving needs metrics after every epoch, but GroupMetrics has"
           f" every={other.every}. Use every=1, which is the default."
         )
-    (self._folder / "states").mkdir(parents=True, exist_ok=True)
-    with self.model.distribute_strategy.scope():
-      self.model.optimizer.build(self.model.trainable_variables)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     """Starts the first rung, unless a backup was restored.
@@ -321,7 +353,8 @@ class Halving(trial_monitor.TrialMonitor):
     """Records the metrics, and ends the wave if it is complete.
 
     Raises:
-      ValueError: If another callback has set a learning rate.
+      ValueError: If another callback has set a learning rate, or nothing reads
+        a setting of the table.
     """
     if self._progress.epochs_left == 0 or not self.begin(logs):
       return
@@ -332,11 +365,20 @@ class Halving(trial_monitor.TrialMonitor):
         " or ReduceLROnPlateau sets one learning rate for all trials. Remove"
         " this callback. A schedule in `opt` starts again with each trial."
       )
+    self._check_names()
+    results = table_lib.results_of(self.table)
+    results.monitor, results.sign = self.monitor, self._sign
     best = {}
-    for group in self.note(self._progress.running, logs):
-      trial = self.table[self._progress.running[group]]
-      path = best[group] = self._path(f"trial_{trial.number}")
-      trial.file = str(path)
+    for group, number in enumerate(self._progress.running):
+      end = f"/group_{group}"
+      metrics = {
+        name.removesuffix(end): float(logs[name])
+        for name in logs
+        if name.endswith(end)
+      }
+      if results.note(number, metrics):
+        best[group] = self._path(f"trial_{number}")
+        self.table[number].file = str(best[group])
     if best:
       trial_files.save(best, self.state_of_groups())
     if self._runs is not None and self.state_of_groups().copies.is_first:
@@ -344,6 +386,22 @@ class Halving(trial_monitor.TrialMonitor):
     self._progress.epochs_left -= 1
     if self._progress.epochs_left == 0:
       self._end_wave()
+
+  def _check_names(self) -> None:
+    """Raises `ValueError` if nothing reads a setting of the table."""
+    known = {_RATE, *self._optimizer_settings}
+    asked = table_lib.results_of(self.table).asked
+    for name in self.names:
+      if name not in known | asked:
+        close = difflib.get_close_matches(name, sorted(known), 1)
+        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        innermost = inner_lib.innermost(self.model.optimizer)
+        raise ValueError(
+          f"Nothing uses the setting {name!r} of `table`:"
+          f" {type(innermost).__name__} has no such setting, and the model does"
+          f" not read it. Correct the name{meant}, or call"
+          f" table.value({name!r}) in the model."
+        )
 
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes all files except those with the trials' best weights."""
@@ -440,10 +498,22 @@ class Halving(trial_monitor.TrialMonitor):
     self._apply_settings()
 
   def _apply_settings(self) -> None:
-    """Gives each group the settings of its trial."""
-    self.apply_settings(
-      [self.table[number].settings for number in self._trial_of_each_group()]
-    )
+    """Gives each group the settings of its trial.
+
+    The training step is traced again only if a setting that the optimizer holds
+    as a constant has changed. The learning rate and the settings of the model
+    are read from variables.
+    """
+    rows = [self.table[n].settings for n in self._trial_of_each_group()]
+    if _RATE in self.names:
+      group_rates.write(self.model, [row[_RATE] for row in rows])
+    before = self._step.context.settings.group_settings or {}
+    names = self._optimizer_settings.intersection(self.names)
+    after = before | {name: [row[name] for row in rows] for name in names}
+    if after != before:
+      self._step.replace(group_settings=after)
+      self.model.make_train_function(force=True)
+    table_lib.results_of(self.table).assign(rows)
     self._rates = self._read_rates()
 
   def _read_rates(self) -> list[float]:

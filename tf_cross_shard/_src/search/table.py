@@ -4,8 +4,7 @@
     groups    0  1  2  3                 the groups train some trials at a time
 
 `callbacks.Halving` trains all trials of a table for a short time and the best
-ones for longer. `callbacks.Population` trains one trial per group and changes
-the settings of the worst trials.
+ones for longer.
 """
 
 import csv
@@ -33,8 +32,7 @@ class Trial:
     number: The position of the trial in the table.
     settings: The settings, by name.
     history: The metrics that `GroupMetrics` wrote for the trial's group, by
-      name: one number for each epoch that the trial was trained. With
-      `callbacks.Population`, it also has the settings in each epoch.
+      name: one number for each epoch that the trial was trained.
     best: The best value of the monitored metric; None before the first epoch.
     best_epoch: The epoch of `best`, counted from 0 in the epochs of this trial.
     file: The file with the weights of that epoch, for
@@ -52,16 +50,6 @@ class Trial:
   def epochs(self) -> int:
     """The number of epochs that the trial was trained."""
     return max(map(len, self.history.values()), default=0)
-
-  @property
-  def best_settings(self) -> dict[str, float]:
-    """The settings in the best epoch; `settings` if they never change."""
-    if self.best_epoch is None:
-      return self.settings
-    return {
-      name: self.history[name][self.best_epoch] if name in self.history else own
-      for name, own in self.settings.items()
-    }
 
 
 @dataclasses.dataclass
@@ -305,8 +293,7 @@ class Table(Sequence[Trial]):
       name: The name of the setting.
 
     Returns:
-      float32 `[num_groups]`. `callbacks.Halving` and `callbacks.Population`
-      assign it.
+      float32 `[num_groups]`. `callbacks.Halving` assigns it.
 
     Raises:
       KeyError: If the trials have no such setting.
@@ -319,15 +306,14 @@ class Table(Sequence[Trial]):
   def rows(self) -> list[dict[str, Any]]:
     """Returns a dictionary for each trial, the best first.
 
-    A dictionary has the entries `trial`, the settings (with
-    `callbacks.Population`, those of the best epoch), `epochs`, the best value
-    under the name of the monitored metric, `best_epoch` and `file`. For a data
-    frame, use `pandas.DataFrame(table.rows())`.
+    A dictionary has the entries `trial`, the settings, `epochs`, the best
+    value under the name of the monitored metric, `best_epoch` and `file`. For a
+    data frame, use `pandas.DataFrame(table.rows())`.
     """
     return [
       {
         "trial": trial.number,
-        **trial.best_settings,
+        **trial.settings,
         "epochs": trial.epochs,
         self.monitor or "best": trial.best,
         "best_epoch": trial.best_epoch,
