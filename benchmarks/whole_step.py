@@ -12,7 +12,6 @@ two busy cores.
 
     device     one device
     mirrored   MirroredStrategy on four logical CPUs, which share each batch
-    compiled   the same with `compiled_gradients`; only if asked for
     models     four models: four groups of one `fit` on four logical CPUs,
                against four `fit` of plain Keras one after the other
 """
@@ -33,7 +32,7 @@ import tensorflow as tf
 import timing
 from absl import app, flags
 
-from tf_cross_shard import CrossShardOptimizer, compiled_gradients, groups
+from tf_cross_shard import CrossShardOptimizer, groups
 
 DENSE = {  # The width of the input, then those of the layers.
   "3 dense layers of 64": (64,) * 4,
@@ -77,13 +76,10 @@ def make_trainer(
   rows: int,
   wrap: Callable[[Any], Any],
   strategy: tf.distribute.Strategy | None = None,
-  is_compiled: bool = False,
 ) -> Callable[[], float]:
   """Returns a function that trains, and returns milliseconds per step."""
   with strategy.scope() if strategy else contextlib.nullcontext():
     model = make_network(name)
-    if is_compiled:
-      model = compiled_gradients(model)
     model.compile(wrap(tf.keras.optimizers.Adam(1e-4)), "mse")
   shapes = model.input_shape[1:], model.output_shape[1:]
   x, y = (np.random.normal(size=(rows, *s)).astype("f") for s in shapes)
@@ -114,8 +110,7 @@ def main(_: Sequence[str]) -> None:
     else:
       on = None if part == "device" else strategy
       plain = [make_trainer(name, rows, lambda adam: adam, on)]
-      is_compiled = part == "compiled"
-      ours = make_trainer(name, rows, CrossShardOptimizer, on, is_compiled)
+      ours = make_trainer(name, rows, CrossShardOptimizer, on)
     rounds = range(1 + _ROUNDS.value)  # The first one traces.
     taken = [(sum(train() for train in plain), ours()) for _ in rounds]
     keras_times, our_times = np.transpose(taken[1:])

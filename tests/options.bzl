@@ -54,6 +54,5 @@ NIGHTLY = [
     "multi_process/migration_guide_test.py",
     "multi_process/multi_worker_example_test.py",
     "multi_process/random_programs_workers_test.py",
-    "unit/compiled_gradients_test.py",
     "unit/replica_state/group_models_loaded_test.py",
 ]

@@ -34,7 +34,6 @@ from tf_cross_shard import (
   schedules,
   trials,
 )
-from tf_cross_shard._src.compiled_gradients import compiled_gradients
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
@@ -54,7 +53,6 @@ else:
 for _public in (
   CrossShardOptimizer,
   TowerOptimizer,
-  compiled_gradients,
   local_strategy,
 ):
   _public.__module__ = __name__
@@ -68,7 +66,6 @@ __all__ = [
   "TowerOptimizer",
   "TowerSpec",
   "callbacks",
-  "compiled_gradients",
   "groups",
   "layers",
   "local_strategy",

@@ -156,12 +156,6 @@ def _known_problems(kind: str) -> Iterator[Finding]:
         f"call strategy.run inside a tf.function. {_LIMITS}",
         is_wrong=False,
       )
-  if not _physical("GPU"):
-    yield Finding(
-      "compile(jit_compile=True) fails under MirroredStrategy.",
-      "call compiled_gradients(model). See docs/fit.md#compiled-gradients.",
-      is_wrong=False,
-    )
   if _version("horovod") and kind == "Keras 3":
     yield Finding(
       "Horovod's DistributedOptimizer does not reduce gradients with Keras 3,"

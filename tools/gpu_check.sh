@@ -139,7 +139,6 @@ run_tests "groups" tests/equivalence/contract_test.py
 run_tests "mixed precision" tests/equivalence/mixed_precision_test.py
 run_tests "embedding rows" $core/update/embedding_tables_test.py
 run_tests "shard_update" "${sharded[@]}"
-run_tests "XLA" tests/unit/compiled_gradients_test.py
 train_on_two
 measure device "${measured[@]}"
 measure mirrored "${measured[@]}"

@@ -223,7 +223,7 @@ class Halving(group_callback.GroupMonitor):
     table_lib.results_of(self.table).assign(rows)
     # Keras calls the clone's layers, which may ask for the settings of a group.
     with per_group_lib.as_group(0):
-      plain = group_models.load_group(0, optimizer, self.model, into=into)
+      plain = group_models.load_group(self.model, 0, optimizer, into=into)
     group_models.assign(state, values, plain)
     return plain
 
