@@ -67,7 +67,7 @@ def test_fit_warns_that_it_evaluated_groups_together(
 def test_callbacks_warn_once_that_evaluation_mixes_groups(
   said: list[str],
 ) -> None:
-  used = callbacks.GroupTensorBoard("")
+  used = callbacks.GroupTensorBoard("unused")
   used.set_model(cases.grouped())
   for groups, act, count in (
     (PAIR, used.on_test_begin, 1),

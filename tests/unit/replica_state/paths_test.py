@@ -1,9 +1,5 @@
-"""Tests paths on file systems that only TensorFlow opens.
+"""Tests what is written to `gs://`, of which a local folder takes the place."""
 
-`ram://` is TensorFlow's own file system in memory, and stands for `gs://` here.
-"""
-
-import itertools
 import pathlib
 from typing import Any
 
@@ -11,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import bucket, testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
@@ -22,13 +18,15 @@ from tf_cross_shard import (
 from tf_cross_shard._src.replica_state import archive, paths
 
 GROUPS = [[0, 1], [2, 3]]
-_numbers = itertools.count()
 
 
 @pytest.fixture
-def folder() -> str:
-  """A folder that no other test uses."""
-  return f"ram://tests_{next(_numbers)}"
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+  """The URL of a folder in a bucket."""
+  for name, function in bucket.functions(tmp_path).items():
+    monkeypatch.setattr(tf.io.gfile, name, function)
+  tf.io.gfile.makedirs("gs://bucket/run")
+  return "gs://bucket/run"
 
 
 def _model(rate: Any = 0.01) -> Any:
@@ -106,10 +104,8 @@ def test_resumes_from_a_backup(folder: str) -> None:
   backup = callbacks.BackupAndRestore(folder, delete_checkpoint=False)
   with pytest.raises(KeyboardInterrupt):
     _fit(model, 3, Killed(), backup)
-  assert tf.io.gfile.listdir(f"{folder}/worker_0") == [
-    "epoch_1.npz",
-    "epoch_2.npz",
-  ]
+  names = ["epoch_1.npz", "epoch_2.npz"]
+  assert sorted(tf.io.gfile.listdir(f"{folder}/worker_0")) == names
   resumed = _model()
   backup = callbacks.BackupAndRestore(folder)
   assert _fit(resumed, 3, backup).epoch == [2]
@@ -123,7 +119,7 @@ def test_ignores_a_backup_that_was_not_written_to_its_end(
 ) -> None:
   model = _model()
   _fit(model, 2, callbacks.BackupAndRestore(folder, delete_checkpoint=False))
-  newest = paths.RemotePath(f"{folder}/worker_0/epoch_2.npz")
+  newest = paths.as_path(f"{folder}/worker_0/epoch_2.npz")
   with newest.open("rb") as file:
     part = file.read()[:end]
   with newest.open("wb") as file:
@@ -167,8 +163,7 @@ def test_searches_in_a_folder(folder: str) -> None:
 def test_a_write_that_fails_leaves_the_older_file(
   folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  path = paths.RemotePath(f"{folder}/a.npz")
-  path.parent.mkdir()
+  path = paths.as_path(f"{folder}/a.npz")
   archive.write(path, {"x": np.arange(3.0)}, {})
   written = 0
 
@@ -191,25 +186,27 @@ def test_a_write_that_fails_leaves_the_older_file(
 
 
 def test_errors_are_those_of_local_files(folder: str) -> None:
-  path = paths.RemotePath(f"{folder}/none/file.npz")
-  for read in (lambda: list(path.parent.iterdir()), path.unlink):
-    with pytest.raises(FileNotFoundError):
-      read()
-  path.unlink(missing_ok=True)
+  path = paths.as_path(f"{folder}/none/file.npz")
+  with pytest.raises(FileNotFoundError):
+    paths.list_folder(path.parent)
+  with pytest.raises(FileNotFoundError), paths.writing(path) as file:
+    file.write(b"data")
+  paths.delete(path)
+  paths.delete_tree(path.parent)
   with (
-    pytest.raises(FileNotFoundError, match=r"ram://.*save wrote"),
+    pytest.raises(FileNotFoundError, match=r"gs://.*save wrote"),
     archive.reading(path),
   ):
     pass
 
 
 def test_a_path_of_a_user(tmp_path: pathlib.Path) -> None:
-  assert paths.as_path(str(tmp_path)) == tmp_path
+  assert pathlib.Path(paths.as_path(str(tmp_path))) == tmp_path
   remote = paths.as_path("gs://bucket/a/")
   assert str(remote) == "gs://bucket/a"
   assert str(remote.parent / "b") == "gs://bucket/b"
   assert paths.as_path(remote) == remote
-  with pytest.raises(ValueError, match=r"one of .*ram://.*got 'x3://bucket/a'"):
+  with pytest.raises(ValueError, match=r"such as gs://.*got 'x3://bucket/a'"):
     paths.as_path("x3://bucket/a")
   with pytest.raises(ValueError, match=r'Pass the string "gs://bucket/a"'):
     paths.as_path(pathlib.Path("gs://bucket/a"))

@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from absl import logging
+from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
 from tf_cross_shard._src.core.inner import keras_private
@@ -232,9 +233,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       self._files.delete()
     self._watch.end()
 
-  def _warn_of_absent(
-    self, states: dict[str, Any], path: paths_lib.Path
-  ) -> None:
+  def _warn_of_absent(self, states: dict[str, Any], path: epath.Path) -> None:
     """Warns of state in a backup whose callback is not in this `fit`."""
     present = {type(callback).__name__ for callback in self.same_fit()}
     # The keys are "GroupEarlyStopping/best", "GroupEarlyStopping#2/best".
@@ -316,7 +315,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     self._since = 0
     self._watch.restart_clock()
 
-  def _skip(self, paths: list[paths_lib.Path], batches: int) -> None:
+  def _skip(self, paths: list[epath.Path], batches: int) -> None:
     """Makes `fit` skip the first batches of the epoch.
 
     Batches are drawn from the data as for training, whatever kind of data it
@@ -368,7 +367,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       callback.is_skipping_batches = True
     model.train_function = skip_batch
 
-  def _restore_metrics(self, paths: list[paths_lib.Path]) -> None:
+  def _restore_metrics(self, paths: list[epath.Path]) -> None:
     """Restores a backup again, together with the metrics of its epoch.
 
     Where groups or workers have changed since, the metrics start from zero.

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 from absl import logging
+from etils import epath
 
 from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.replica_state import archive
@@ -98,7 +99,7 @@ class BackupFiles:
   """
 
   def __init__(
-    self, backup_dir: paths_lib.Path, strategy: tf.distribute.Strategy
+    self, backup_dir: epath.Path, strategy: tf.distribute.Strategy
   ) -> None:
     """Creates the folder of this worker, and deletes incomplete files in it.
 
@@ -110,11 +111,12 @@ class BackupFiles:
     self._count = len(workers.names) if workers else 1
     self.is_first = self._index == 0
     self.folder = backup_dir / f"worker_{self._index}"
-    self.folder.mkdir(parents=True, exist_ok=True)
-    for path in self.folder.glob(".*.partial"):
-      path.unlink()
+    paths_lib.make_folder(self.folder)
+    for path in paths_lib.list_folder(self.folder):
+      if path.suffix == ".partial":
+        paths_lib.delete(path)
 
-  def newest(self) -> list[paths_lib.Path]:
+  def newest(self) -> list[epath.Path]:
     """Returns the files of the newest backup; this worker's own file is first.
 
     This is the newest backup that all workers have. The list is empty if there
@@ -133,7 +135,7 @@ class BackupFiles:
     newest = max(common & whole_for_all or common, key=_place)
     for path in self._own():
       if _place(path.name) > _place(newest):
-        path.unlink()
+        paths_lib.delete(path)
     files = seen[newest]
     return [
       files[i] for i in sorted(files, key=lambda i: (i != self._index, i))
@@ -154,7 +156,7 @@ class BackupFiles:
     Call it when every worker has written the last backup.
     """
     for path in self._own()[:-keep]:
-      path.unlink()
+      paths_lib.delete(path)
 
   def delete(self) -> None:
     """Deletes the backups of this worker, when `fit` ends.
@@ -169,31 +171,30 @@ class BackupFiles:
       if self.is_first and index >= self._count:
         paths_lib.delete_tree(folder)
 
-  def _own(self) -> list[paths_lib.Path]:
+  def _own(self) -> list[epath.Path]:
     """Returns the backups of this worker, the newest last."""
     return sorted(_backups_in(self.folder), key=lambda path: _place(path.name))
 
-  def _folders(self) -> dict[int, paths_lib.Path]:
+  def _folders(self) -> dict[int, epath.Path]:
     """Returns the workers' folders that this worker sees, by worker number."""
-    matches = [(_FOLDER.fullmatch(p.name), p) for p in self._all.iterdir()]
+    folders = paths_lib.list_folder(self._all)
+    matches = [(_FOLDER.fullmatch(path.name), path) for path in folders]
     return {int(match[1]): path for match, path in matches if match}
 
-  def _seen(self) -> dict[str, dict[int, paths_lib.Path]]:
+  def _seen(self) -> dict[str, dict[int, epath.Path]]:
     """Returns the visible files of each backup, by backup and worker number.
 
     The key of a backup is its file name. If it was made by another number of
     workers, that number is appended: "epoch_2.npz of 4 workers".
     """
-    seen: dict[str, dict[int, paths_lib.Path]] = {}
+    seen: dict[str, dict[int, epath.Path]] = {}
     for index, folder in self._folders().items():
       # Another worker may be deleting files that an earlier `fit` left.
       with contextlib.suppress(FileNotFoundError):
         for path in _backups_in(folder):
           # On file systems that copy a file to rename it, a crash may have
           # interrupted the copying.
-          if isinstance(path, paths_lib.RemotePath) and not (
-            archive.is_complete(path)
-          ):
+          if not archive.is_complete(path):
             logging.warning("%s is incomplete, and is ignored.", path)
             continue
           count = archive.about(path).get("workers", self._count)
@@ -203,7 +204,7 @@ class BackupFiles:
           seen.setdefault(key, {})[index] = path
     return seen
 
-  def _has_all_files(self, key: str, files: dict[int, paths_lib.Path]) -> bool:
+  def _has_all_files(self, key: str, files: dict[int, epath.Path]) -> bool:
     """Returns whether this worker sees all files of a backup that it may need.
 
     It needs its own file only, unless another number of workers made the
@@ -215,8 +216,9 @@ class BackupFiles:
     return set(range(int(count[1]))) <= set(files)
 
 
-def _backups_in(folder: paths_lib.Path) -> list[paths_lib.Path]:
-  paths: Iterable[paths_lib.Path] = folder.iterdir()
+def _backups_in(folder: epath.Path) -> list[epath.Path]:
+  """Returns the backups in a folder."""
+  paths = paths_lib.list_folder(folder)
   return [path for path in paths if _NAME.fullmatch(path.name)]
 
 

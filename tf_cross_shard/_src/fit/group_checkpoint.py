@@ -93,8 +93,10 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     topic = f"reading {self._path.name}"
     with group_state.raising_on_all(copies.workers, topic) as outcomes:
       if copies.is_first:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        outcomes[0]["numbers"] = self._read() if self._path.exists() else {}
+        paths_lib.make_folder(self._path.parent)
+        with paths_lib.as_os_errors(self._path):
+          exists = self._path.exists()
+        outcomes[0]["numbers"] = self._read() if exists else {}
     self.set_state(outcomes[0]["numbers"])
     self._is_new = False
 

@@ -50,11 +50,9 @@ class GroupTensorBoard(group_callback.GroupCallback):
     """Sets the folder.
 
     Args:
-      log_dir: A folder, which is created if necessary, or any other location
-        that `tf.summary.create_file_writer` supports.
+      log_dir: A folder, which is created if necessary.
     """
     super().__init__()
-    self._log_dir = log_dir
     self._runs = summaries.Runs(log_dir)
     self._run_rates: Any = None
 

@@ -1,11 +1,12 @@
 """Event files for TensorBoard, written without TensorBoard installed."""
 
-import os
 from collections.abc import Mapping
 from typing import Any, Final
 
 import tensorflow as tf
 from google.protobuf import struct_pb2
+
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 _SCALAR: Final = tf.compat.v1.SummaryMetadata(
   plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR"
@@ -17,7 +18,7 @@ class Runs:
 
   def __init__(self, log_dir: Any) -> None:
     """Sets the folder. A run is created when it is first written to."""
-    self._log_dir = log_dir
+    self._log_dir = paths_lib.as_path(log_dir, "log_dir")
     self._writers: dict[str, Any] = {}
 
   def write(
@@ -33,7 +34,7 @@ class Runs:
     """
     if run not in self._writers:
       self._writers[run] = tf.summary.create_file_writer(
-        os.path.join(self._log_dir, run)
+        str(self._log_dir / run)
       )
       if hparams:
         with self._writers[run].as_default(step=0):

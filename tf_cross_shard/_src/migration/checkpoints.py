@@ -21,6 +21,7 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.migration import conversion_plan
+from tf_cross_shard._src.replica_state import paths as paths_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +158,7 @@ def convert_checkpoint(
       "A checkpoint is converted eagerly; this is in a tf.function or a graph."
       " Convert it before training."
     )
-  target = os.fspath(dst)
+  target = os.fspath(paths_lib.as_path(dst, "dst"))
   if tf.io.gfile.exists(f"{target}.index"):
     raise FileExistsError(
       f"`dst` is {target!r}, but a checkpoint with this name already exists."
@@ -187,7 +188,7 @@ def convert_checkpoint(
 
 def _checkpoint_prefix(src: Any) -> str:
   """Returns the prefix of a checkpoint; for a folder, that of its latest."""
-  path = os.fspath(src)
+  path = os.fspath(paths_lib.as_path(src, "src"))
   is_prefix = tf.io.gfile.exists(f"{path}.index")
   latest = None if is_prefix else tf.train.latest_checkpoint(path)
   return latest or path

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import pathlib
 import secrets
 import zipfile
 import zlib
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+from etils import epath
 
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -39,7 +39,7 @@ class CheckpointError(ValueError):
 
 
 def write(
-  path: paths_lib.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
+  path: epath.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
 ) -> None:
   """Writes a file atomically: a crash leaves the previous file unchanged.
 
@@ -51,7 +51,9 @@ def write(
   Raises:
     OSError: If the file cannot be written.
   """
-  path = path.resolve()  # Replace the target of a symbolic link, not the link.
+  if paths_lib.is_local(path):
+    # Replace the target of a symbolic link, not the link.
+    path = epath.Path(os.path.realpath(path))
   dtypes = {name: array.dtype.name for name, array in arrays.items()}
   text = json.dumps({**about, "dtypes": dtypes})
   entries: dict[str, Any] = {_ABOUT: np.array(text)}
@@ -62,48 +64,34 @@ def write(
   partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
   try:
     try:
-      _write_whole(partial, entries)
-      partial.replace(path)  # type: ignore[arg-type]
+      # If a file system copies files to rename them, the new file may be
+      # incomplete for a moment. `is_complete` detects this, because the
+      # directory of a zip file is at the end of the file.
+      with paths_lib.writing(partial) as file:
+        np.savez(file, **entries)
+      paths_lib.replace(partial, path)
     finally:
       with contextlib.suppress(OSError):
-        partial.unlink(missing_ok=True)
+        paths_lib.delete(partial)
   except OSError as error:
     remedy = _REMEDIES.get(error.errno or 0, _OTHER_REMEDY)
     raise OSError(
       error.errno,
-      f"The checkpoint {path} could not be written: {error.strerror}. The"
-      f" previous file is unchanged. {remedy}",
+      f"The checkpoint {path} could not be written: {error.strerror}."
+      f" The previous file is unchanged. {remedy}",
     ) from error
-  if isinstance(path, pathlib.Path):
-    with contextlib.suppress(OSError):  # Not every file system can.
-      folder = os.open(path.parent, os.O_RDONLY)
-      try:
-        os.fsync(folder)
-      finally:
-        os.close(folder)
 
 
-def _write_whole(path: paths_lib.Path, entries: Mapping[str, Any]) -> None:
-  """Writes a file; a local one is on the disk when this function returns."""
-  if isinstance(path, pathlib.Path):
-    with path.open("xb") as file:
-      np.savez(file, **entries)
-      file.flush()
-      os.fsync(file.fileno())
-    return
-  # If another file system copies files to rename them, the new file may be
-  # incomplete for a moment. `is_complete` detects this, because the directory
-  # of a zip file is at the end of the file.
-  with path.open("wb") as file:
-    np.savez(file, **entries)
+def is_complete(path: epath.Path) -> bool:
+  """Returns whether a file was written to its end.
 
-
-def is_complete(path: paths_lib.RemotePath) -> bool:
-  """Returns whether a file was written to its end."""
-  if path.size() < _SHORTEST_ZIP:
-    return False
-  with path.open("rb") as file:
-    return zipfile.is_zipfile(file)
+  Local files always are, since their rename is atomic.
+  """
+  if paths_lib.is_local(path):
+    return True
+  with paths_lib.reading(path) as file:
+    is_long = path.stat().length >= _SHORTEST_ZIP
+    return is_long and zipfile.is_zipfile(file)
 
 
 class Archive(Mapping[str, Array]):
@@ -116,7 +104,7 @@ class Archive(Mapping[str, Array]):
   """
 
   def __init__(
-    self, path: paths_lib.Path, entries: Any, container: zipfile.ZipFile
+    self, path: epath.Path, entries: Any, container: zipfile.ZipFile
   ) -> None:
     """Reads the JSON entry."""
     self.path = path
@@ -143,11 +131,11 @@ class Archive(Mapping[str, Array]):
     return len(self._dtypes)
 
 
-def about(path: paths_lib.Path) -> dict[str, Any]:
+def about(path: epath.Path) -> dict[str, Any]:
   """Returns the description of a file; empty if the file cannot be read."""
   with (
     contextlib.suppress(Exception),
-    path.open("rb") as file,
+    paths_lib.reading(path) as file,
     np.load(file) as entries,
   ):
     return dict(json.loads(entries[_ABOUT].item()))
@@ -155,7 +143,7 @@ def about(path: paths_lib.Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reading(path: paths_lib.Path) -> Iterator[Archive]:
+def reading(path: epath.Path) -> Iterator[Archive]:
   """Opens a file for reading, after all checksums were verified.
 
   Raises:
@@ -164,7 +152,7 @@ def reading(path: paths_lib.Path) -> Iterator[Archive]:
   """
   with contextlib.ExitStack() as stack:
     try:
-      file = stack.enter_context(path.open("rb"))
+      file = stack.enter_context(paths_lib.reading(path))
     except OSError as error:
       raise OSError(
         error.errno,
@@ -183,9 +171,7 @@ def reading(path: paths_lib.Path) -> Iterator[Archive]:
 
 
 @contextlib.contextmanager
-def naming_damage(
-  path: paths_lib.Path, *others: type[Exception]
-) -> Iterator[None]:
+def naming_damage(path: epath.Path, *others: type[Exception]) -> Iterator[None]:
   """Turns errors except `others` into a `CheckpointError` that names the file.
 
   A wrong byte in a file makes zipfile, NumPy or json raise errors of any class.

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from etils import epath
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import validation
@@ -131,10 +132,10 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
 
 def restore_file(
-  target: paths_lib.Path,
+  target: epath.Path,
   optimizer: Any,
   model: Any,
-  others: Sequence[paths_lib.Path] = (),
+  others: Sequence[epath.Path] = (),
 ) -> Restored:
   """Restores a file; see `restore`.
 
@@ -214,7 +215,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
 
 
 def values_of_group(
-  target: paths_lib.Path, group: int, state: group_state.GroupState
+  target: epath.Path, group: int, state: group_state.GroupState
 ) -> dict[str, archive.Array]:
   """Returns the values that `read_group` assigns, by the names of the entries.
 
@@ -348,7 +349,7 @@ def _is_exact(file: archive.Archive, state: group_state.GroupState) -> bool:
 def _files_here(
   file: archive.Archive,
   state: group_state.GroupState,
-  others: Sequence[paths_lib.Path],
+  others: Sequence[epath.Path],
   stack: contextlib.ExitStack,
 ) -> GroupSources:
   """Returns where to find each group of this process.

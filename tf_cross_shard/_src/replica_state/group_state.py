@@ -12,13 +12,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from etils import epath
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.replica_state import archive
-from tf_cross_shard._src.replica_state import paths as paths_lib
 
 FORMAT: Final = "tf_cross_shard.replica_state"
 # After these errors, the workers can no longer exchange messages.
@@ -201,7 +201,7 @@ class GroupState:
     return arrays
 
   def write(
-    self, path: paths_lib.Path, topic: str, arrays: Mapping[str, archive.Array]
+    self, path: epath.Path, topic: str, arrays: Mapping[str, archive.Array]
   ) -> None:
     """Writes a checkpoint on the first worker.
 

@@ -20,6 +20,7 @@ import math
 from typing import Any, Final
 
 from absl import logging
+from etils import epath
 
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings
@@ -282,7 +283,7 @@ class Halving(group_callback.GroupMonitor):
     self._progress = _Progress()
     self._check_settings()
     self._check_callbacks()
-    (self._folder / "states").mkdir(parents=True, exist_ok=True)
+    paths_lib.make_folder(self._folder / "states")
     with self.model.distribute_strategy.scope():
       self.model.optimizer.build(self.model.trainable_variables)
 
@@ -526,7 +527,7 @@ class Halving(group_callback.GroupMonitor):
     running = self._progress.running
     return running + running[:1] * (self._num_groups - len(running))
 
-  def _state_path(self, number: int, rung: int) -> paths_lib.Path:
+  def _state_path(self, number: int, rung: int) -> epath.Path:
     """Returns the file with the state of a trial at the end of a rung.
 
     Each rung has its own file, because a `fit` that resumes after a crash
@@ -536,5 +537,6 @@ class Halving(group_callback.GroupMonitor):
       return self._path("states/initial")
     return self._path(f"states/trial_{number}_rung_{rung}")
 
-  def _path(self, name: str) -> paths_lib.Path:
+  def _path(self, name: str) -> epath.Path:
+    """Returns the path of a file in the folder."""
     return self._folder / f"{name}.npz"

@@ -330,8 +330,8 @@ class Table(Sequence[Trial]):
     """
     rows = self.rows()
     target = paths_lib.as_path(path)
-    with target.open("w", newline="", encoding="utf-8") as file:
-      writer = csv.DictWriter(file, list(rows[0]))
+    with paths_lib.as_os_errors(target), target.open("w") as file:
+      writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
       writer.writeheader()
       writer.writerows(rows)
 

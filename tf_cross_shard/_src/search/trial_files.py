@@ -14,12 +14,13 @@ Each file has the form that `save` writes for an optimizer with one group.
 import contextlib
 from collections.abc import Mapping, Sequence
 
+from etils import epath
+
 from tf_cross_shard._src.replica_state import archive, checkpoint, group_state
-from tf_cross_shard._src.replica_state import paths as paths_lib
 
 
 def save(
-  paths: Mapping[int, paths_lib.Path], state: group_state.GroupState
+  paths: Mapping[int, epath.Path], state: group_state.GroupState
 ) -> None:
   """Writes the state of the groups in `paths`, each to its own file.
 
@@ -45,9 +46,7 @@ def save(
       archive.write(path, renamed, about)
 
 
-def restore(
-  paths: Sequence[paths_lib.Path], state: group_state.GroupState
-) -> None:
+def restore(paths: Sequence[epath.Path], state: group_state.GroupState) -> None:
   """Restores group i from the file `paths[i]`; groups may share a file.
 
   On several machines, each worker reads the files of its own groups only.
