@@ -11,7 +11,6 @@ answer in time.
 - `naming_lost_workers` turns TensorFlow's errors about a lost worker into one
   `WorkerLostError` that names the worker.
 - `BackupAndRestore` is a Keras callback that lets `fit` resume after a crash.
-  `newest_common` finds the newest backup that all workers have.
 
 The environment variable TF_CONFIG lists the workers. Without it, the program is
 the only worker, as in this example:
@@ -37,7 +36,6 @@ machine.
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.backup.backup import BackupAndRestore
-from tf_cross_shard._src.backup.backup_files import newest_common
 from tf_cross_shard._src.core.workers.errors import (
   DisagreementError,
   MissingWorkerError,
@@ -57,6 +55,5 @@ __all__ = [
   "even",
   "launch",
   "naming_lost_workers",
-  "newest_common",
 ]
 __dir__ = _catalogue.publish(globals())

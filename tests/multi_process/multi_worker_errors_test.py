@@ -285,10 +285,9 @@ def test_a_wait_for_a_worker_that_is_stuck_ends(launches: Launches) -> None:
 def test_resumed_training_equals_uninterrupted_training(
   tmp_path: pathlib.Path,
 ) -> None:
-  """A kill between the workers' third backups resumes from the second ones.
+  """A worker is killed while the other one writes the third backup.
 
-  The workers are in different groups, so each worker continues from the values
-  that only it has saved.
+  The workers are in different groups, so each has values of its own.
   """
 
   def run(dies: bool) -> list[dict[str, Any]]:
@@ -307,11 +306,27 @@ def test_resumed_training_equals_uninterrupted_training(
     _assert_says(left, "WorkerLostError", r"^worker 1\b.* was lost")
   else:
     _assert_says(left, "MissingWorkerError", rf"for {_name(1)} at: a backup\.")
-  assert left["files"] == [f"epoch_{i}.npz" for i in (1, 1, 2, 2, 3)]
+  assert left["files"] == [f"epoch_{i}.npz" for i in (1, 2, 3)]
   done = run(dies=False)
   assert done[0]["state"][0].tolist() != done[1]["state"][0].tolist()
   for resumed in done:
-    _assert_as_undisturbed(resumed, [2, 3])
+    _assert_as_undisturbed(resumed, [3])
+
+
+def test_backups_in_a_folder_that_one_worker_does_not_see(
+  tmp_path: pathlib.Path,
+) -> None:
+  done = workers.run(
+    *("resume", 2),
+    arguments={"dies": True},
+    per_worker=[{"folder": tmp_path / str(i)} for i in range(2)],
+    environment=SHORT,
+  )
+  words = rf"{_name(1)} does not see what {_name(0)} writes\. Name one folder"
+  for worker in done:
+    _assert_says(worker.result, "CheckpointError", words)
+    assert worker.result["epochs"] == []
+  assert done[0].result["files"] == []
 
 
 def _assert_as_undisturbed(resumed: dict[str, Any], epochs: list[int]) -> None:
@@ -355,11 +370,8 @@ def test_a_signal_to_one_worker_ends_all_after_one_batch(
     environment=SHORT,
   )
   assert [worker.returncode for worker in done] == [143, 143]
-  [first, second] = [
-    {path.name for path in tmp_path.glob(f"backup/worker_{i}/*")}
-    for i in range(2)
-  ]
-  assert first == second == {"epoch_1.npz", "epoch_1_batch_2.npz"}
+  names = {path.name for path in (tmp_path / "backup").iterdir()}
+  assert names == {"epoch_1.npz", "epoch_1_batch_2.npz"}
   for worker in workers.run(
     *("resume", 2), arguments=arguments, environment=SHORT
   ):

@@ -22,7 +22,7 @@ from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.replica_state import group_state
 from tf_cross_shard.multi_worker import BackupAndRestore, naming_lost_workers
 
 # What differs on worker 1, in programs that can continue after the error.
@@ -277,16 +277,13 @@ def resume(
   """
   trained: list[int] = []
   losses: list[float] = []
-  write = archive.write
+  write = group_state.GroupState.write
 
-  def write_or_die(path: pathlib.Path, *args: Any) -> None:
-    """Kills worker 1 before it writes its third backup.
-
-    Worker 0 writes its own third backup.
-    """
+  def write_or_die(state: Any, path: pathlib.Path, *args: Any) -> None:
+    """Kills worker 1 while worker 0 writes the third backup."""
     if dies and path.name == "epoch_3.npz" and cases.place_of(strategy) == 1:
       os.kill(os.getpid(), signal.SIGKILL)
-    write(path, *args)
+    write(state, path, *args)
 
   with strategy.scope():
     model = testbed.network(dropout=0.5)
@@ -301,7 +298,7 @@ def resume(
 
   def train() -> None:
     with (
-      mock.patch.object(archive, "write", write_or_die),
+      mock.patch.object(group_state.GroupState, "write", write_or_die),
       # These epochs are shorter than the pause between two comparisons.
       mock.patch.object(preemption, "_PAUSE", 0),
     ):
@@ -311,7 +308,7 @@ def resume(
 
   result = attempt(train)
   variables = [*model.variables, *model.optimizer.variables]
-  files = sorted(path.name for path in folder.glob("worker_*/*"))
+  files = sorted(path.name for path in folder.glob("*"))
   return {
     **result,
     "epochs": trained,

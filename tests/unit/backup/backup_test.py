@@ -5,7 +5,6 @@ killed.
 """
 
 import functools
-import json
 import os
 import pathlib
 import re
@@ -26,7 +25,7 @@ import tf_cross_shard
 import tf_cross_shard.tf_keras
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
-from tf_cross_shard import callbacks, multi_worker, replica_state
+from tf_cross_shard import callbacks, replica_state
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
@@ -131,7 +130,7 @@ def test_resumed_fit_equals_uninterrupted_fit(
   every = 1 if "ragged" in kind else 2
   with pytest.raises(KeyboardInterrupt):
     _train(kind, callbacks.BackupAndRestore(tmp_path, every=every), crash)
-  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  names = {path.name for path in (tmp_path).iterdir()}
   newest = [f"epoch_2_batch_{within}.npz", f"epoch_1_batch_{at_end}.npz"]
   assert names == set(newest)
   for name, epoch in zip(newest, (2, 1), strict=True):
@@ -139,7 +138,7 @@ def test_resumed_fit_equals_uninterrupted_fit(
     resumed, after = _train(kind, backup)
     assert resumed == {key: values[epoch:] for key, values in history.items()}
     assert cases.differing(after, state) == []
-    (tmp_path / "worker_0" / name).unlink()
+    (tmp_path / name).unlink()
 
 
 class _Retraced(group_callback.GroupCallback):
@@ -159,7 +158,7 @@ def test_backups_continue_after_a_whole_epoch_is_skipped(
   resumed, after = _train("one device", _Retraced(), backup)
   assert resumed == history
   assert cases.differing(after, state) == []
-  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  names = {path.name for path in (tmp_path).iterdir()}
   assert names == {"epoch_2_batch_4.npz", "epoch_3_batch_4.npz"}
 
 
@@ -193,7 +192,7 @@ def test_a_signal_ends_the_process_with_a_backup(
     with pytest.raises(SystemExit) as end:
       train(at, **options)
     assert end.value.code == code
-    assert (tmp_path / "worker_0" / newest).exists()
+    assert (tmp_path / newest).exists()
     assert received == []
   resumed, after = train((9, 9))
   assert resumed == {name: values[1:] for name, values in history.items()}
@@ -234,7 +233,7 @@ def test_backups_by_the_clock(tmp_path: pathlib.Path) -> None:
     tmp_path, False, every=99, every_seconds=0, keep=3
   )
   _train("one device", backup)
-  names = {path.name for path in (tmp_path / "worker_0").iterdir()}
+  names = {path.name for path in (tmp_path).iterdir()}
   last = [f"epoch_{EPOCHS - 1}_batch_{batch}.npz" for batch in (3, 4)]
   assert names == {*last, f"epoch_{EPOCHS}.npz"}
   backup = callbacks.BackupAndRestore(tmp_path, False, every_seconds=1e6)
@@ -321,7 +320,7 @@ def test_as_many_groups_of_other_replicas(
   before: Any, after: Any, tmp_path: pathlib.Path
 ) -> None:
   """Every group resumes. New members get the mean of the old statistics."""
-  path = tmp_path / "worker_0" / "epoch_2.npz"
+  path = tmp_path / "epoch_2.npz"
   best = callbacks.GroupCheckpoint(tmp_path / "best.npz")
   with testbed.mirrored(sum(map(len, before))).scope():
     model = _model(before)
@@ -338,7 +337,7 @@ def test_as_many_groups_of_other_replicas(
     assert _fit(model, *listed, begun) == [2, 3]
   logged = [str(c.args[0]) for c in said.call_args_list]
   [words] = [words for words in logged if "start again" in words]
-  assert "made with other groups or workers" in words
+  assert "made with groups of another size" in words
   for name, copies in begun.state_then.items():
     for i, members in enumerate(after):
       keys = [f"group_{i}/{name}"]
@@ -352,50 +351,6 @@ def test_as_many_groups_of_other_replicas(
       assert (copies[after[0][0]] != copies[after[1][0]]).any()
   own = [name for name in saved if "member_1" in name and "moving" in name]
   assert len(own) == 2 * len(before) * (len(before[0]) - 1)
-
-
-def test_restores_groups_from_files_of_removed_workers(
-  tmp_path: pathlib.Path,
-) -> None:
-  """A worker reads the files of all former workers."""
-  with testbed.mirrored(2).scope():
-    model = _model([[0], [1]])
-    _crash(tmp_path, model)
-  folders = [tmp_path / f"worker_{i}" for i in range(2)]
-  folders[1].mkdir()
-  for path in folders[0].iterdir():
-    with archive.reading(path) as file:
-      about, arrays = {**file.about, "workers": 2}, dict(file)
-    for i in range(2):
-      own = {n: a for n, a in arrays.items() if f"group_{1 - i}/" not in n}
-      archive.write(folders[i] / path.name, own, about)
-
-  def fit(epochs: list[int]) -> None:
-    begun = _AtBegin()
-    with testbed.mirrored(2).scope():
-      other = _model([[0], [1]])
-    assert _fit(other, callbacks.BackupAndRestore(tmp_path), begun) == epochs
-    for name, row in begun.state_then.items():
-      for i, copy in enumerate(row):
-        assert copy.tobytes() == saved[f"group_{i}/{name}"].tobytes(), name
-
-  saved = arrays
-  hidden = tmp_path / "hidden"
-  folders[1].rename(hidden)
-  with pytest.raises(
-    replica_state.CheckpointError,
-    match=r"Group 1 of the backup epoch_2.npz is in another worker's file,"
-    r" which was not found in .*all workers see one folder",
-  ):
-    fit([2, 3])
-  hidden.rename(folders[1])
-  (folders[1] / "epoch_2.npz").unlink()
-  with archive.reading(folders[0] / "epoch_1.npz") as file:
-    saved = dict(file)
-  with archive.reading(folders[1] / "epoch_1.npz") as file:
-    saved |= dict(file)
-  fit([1, 2, 3])
-  assert not any(folder.exists() for folder in folders)
 
 
 def test_another_number_of_replicas_in_mid_epoch(
@@ -461,7 +416,7 @@ def test_warns_if_fit_shuffles_arrays(
 
 def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
   """A crash while a backup is being written leaves the previous backup."""
-  folder = tmp_path / "worker_0"
+  folder = tmp_path
   backup = callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
   _fit(_model(), backup)
   newest = folder / f"epoch_{EPOCHS}.npz"
@@ -476,27 +431,6 @@ def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
   newest.write_bytes(newest.read_bytes()[:-9])
   with pytest.raises(replica_state.CheckpointError, match="is damaged"):
     _fit(_model(), backup)
-
-
-def test_the_newest_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Several processes use the newest backup that all of them have."""
-  strategy = tf.distribute.get_strategy()
-
-  def newest(*numbers: list[int]) -> int | None:
-    texts = list(map(json.dumps, numbers))
-    workers = agreement.Workers(("worker 0", "worker 1"), 0)
-    monkeypatch.setattr(agreement, "of_strategy", lambda _: workers)
-    monkeypatch.setattr(agreement, "exchange", lambda *_: texts)
-    return multi_worker.newest_common(strategy, numbers[0])
-
-  assert multi_worker.newest_common(strategy, [3, 7, 5]) == 7
-  assert multi_worker.newest_common(strategy, []) is None
-  assert newest([10, 20], [10, 20, 30]) == 20
-  assert newest([], []) is None
-  for other in ([], [30]):
-    words = re.escape(f"worker 0 has [10, 20]; worker 1 has {other}. Copy")
-    with pytest.raises(multi_worker.DisagreementError, match=words):
-      newest([10, 20], other)
 
 
 def test_state_of_a_callback_that_is_gone_is_left_out(

@@ -101,16 +101,17 @@ def test_resumes_from_a_backup(folder: str) -> None:
 
   model = _model()
   model.set_weights(start)
-  backup = callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+  path = f"{folder}/backup"
+  backup = callbacks.BackupAndRestore(path, delete_checkpoint=False)
   with pytest.raises(KeyboardInterrupt):
     _fit(model, 3, Killed(), backup)
   names = ["epoch_1.npz", "epoch_2.npz"]
-  assert sorted(tf.io.gfile.listdir(f"{folder}/worker_0")) == names
+  assert sorted(tf.io.gfile.listdir(path)) == names
   resumed = _model()
-  backup = callbacks.BackupAndRestore(folder)
+  backup = callbacks.BackupAndRestore(path)
   assert _fit(resumed, 3, backup).epoch == [2]
   _assert_equal(_values(resumed), _values(whole))
-  assert not tf.io.gfile.exists(f"{folder}/worker_0")
+  assert tf.io.gfile.listdir(path) == []
 
 
 @pytest.mark.parametrize("end", [-30, 10])
@@ -119,7 +120,7 @@ def test_ignores_a_backup_that_was_not_written_to_its_end(
 ) -> None:
   model = _model()
   _fit(model, 2, callbacks.BackupAndRestore(folder, delete_checkpoint=False))
-  newest = paths.as_path(f"{folder}/worker_0/epoch_2.npz")
+  newest = paths.as_path(f"{folder}/epoch_2.npz")
   with newest.open("rb") as file:
     part = file.read()[:end]
   with newest.open("wb") as file:

@@ -1,9 +1,5 @@
 """`BackupAndRestore`: backups during `fit`, from which a later `fit` resumes.
 
-A worker that is killed may not have written the backup that the other workers
-have written. Each worker therefore keeps its last few files, and all of them
-resume from the newest backup that every worker has; see backup_files.py.
-
 `fit` can only begin at the start of an epoch. To resume in the middle of one,
 it reads the epoch from the beginning and skips the batches that were trained
 before the backup was made. While it skips, `model.train_function` is replaced
@@ -45,8 +41,8 @@ class BackupAndRestore(group_callback.GroupCallback):
   Use it instead of `tf.keras.callbacks.BackupAndRestore`, and put it last in
   the list of callbacks. It adds support for groups and for several workers:
 
-  - Each worker writes its own files. All workers resume from the newest
-    backup that every worker has.
+  - The first worker writes one file with the values of all workers, and all
+    workers resume from it. They all need to see the same folder.
   - Every group keeps its own weights and slots. Values that differ between the
     replicas of a group, such as batch statistics, are kept too.
   - The states of random number generators, for example of dropout, are saved.
@@ -84,9 +80,9 @@ class BackupAndRestore(group_callback.GroupCallback):
 
   When `fit` begins, it raises one of these errors on all workers:
 
-  - `replica_state.CheckpointError` if the backup is damaged, or was made
-    with a different model or number of groups.
-  - `DisagreementError` if no backup is common to all workers.
+  - `replica_state.CheckpointError` if the backup is damaged, if it was made
+    with a different model or number of groups, or if the workers do not see the
+    same folder.
   - `MissingWorkerError` if a worker does not connect.
 
   While `fit` runs, a backup can raise the errors of `replica_state.save`.
@@ -108,12 +104,11 @@ class BackupAndRestore(group_callback.GroupCallback):
     """Sets where and when to make backups.
 
     Args:
-      backup_dir: A directory. Workers may share it or have one each. A worker
-        writes to the folder `worker_<number>` in it. The files have the format
-        of `replica_state.save`, with the groups of that worker only.
+      backup_dir: A folder that all workers see, for example on a network file
+        system or on `gs://`. It is created if necessary. The files in it have
+        the format of `replica_state.save`.
       delete_checkpoint: Whether to delete the backups when `fit` ends, as Keras
-        does: those of this worker, and those of workers that no longer take
-        part. If your program is killed after `fit` and before it has saved the
+        does. If your program is killed after `fit` and before it has saved the
         model, it has to train from the beginning. With False, `fit` finds that
         training is complete.
       every: `"epoch"`, or the number of batches from one backup to the next.
@@ -126,8 +121,8 @@ class BackupAndRestore(group_callback.GroupCallback):
         main thread.
       exit_code: The exit code of processes that end on SIGTERM. The default is
         143, as for TensorFlow's PreemptionCheckpointHandler and in shells.
-      keep: How many of the last backups to keep. At least 2, since a worker may
-        be killed before it has written what the other workers have written.
+      keep: How many of the last backups to keep. At least 2, since on some file
+        systems a crash may leave the newest one incomplete.
 
     Raises:
       ValueError: If `backup_dir` is empty or a URL that TensorFlow cannot open,
@@ -160,6 +155,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       self.call_after_batches(self._end_batch)
 
   def on_train_begin(self, logs: Any = None) -> None:
+    """Restores the newest backup."""
     super().on_train_begin(logs)
     strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
     # `same_fit` returns the callbacks in their order.
@@ -179,20 +175,18 @@ class BackupAndRestore(group_callback.GroupCallback):
     with strategy.scope():
       optimizer.build(self.model.trainable_variables)
     self._files = backup_files.BackupFiles(self._backup_dir, strategy)
-    paths = self._files.newest()
+    path = self._files.newest()
     keras_private.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
-    if paths:
-      restored = checkpoint.restore_file(
-        paths[0], optimizer, self.model, paths[1:]
-      )
+    if path is not None:
+      restored = checkpoint.restore_file(path, optimizer, self.model)
       if not restored.is_exact and self._files.is_first:
         logging.warning(
-          "The backup %s was made with other groups or workers. Training"
-          " resumes with its weights and slots. Gradient accumulation and the"
-          " metrics of this epoch start again, and values that differed within"
-          " a group are replaced by their mean.",
-          paths[0],
+          "The backup %s was made with groups of another size. Training resumes"
+          " with its weights and slots. Gradient accumulation and the metrics"
+          " of this epoch start again, and values that differed within a group"
+          " are replaced by their mean.",
+          path,
         )
       states = {
         name.removeprefix(_CALLBACKS): array
@@ -200,13 +194,13 @@ class BackupAndRestore(group_callback.GroupCallback):
         if name.startswith(_CALLBACKS)
       }
       group_callback.restore_state(self.same_fit(), states)
-      self._warn_of_absent(states, paths[0])
+      self._warn_of_absent(states, path)
       # If all groups had stopped when this backup was made, only the end of
       # `fit` is left: begin after the last epoch, so that nothing is trained.
       epochs = self.params["epochs"] if self.model.stop_training else 0
       keras_private.begin_at(self.model, max(restored.values["epoch"], epochs))
       if restored.values["batch"]:
-        self._skip(paths, restored.values["batch"])
+        self._skip(path, restored.values["batch"])
     self._warn_if_shuffled()
     self._watch.begin(strategy)
 
@@ -294,28 +288,24 @@ class BackupAndRestore(group_callback.GroupCallback):
       sys.exit(self._exit_code)
 
   def _save(self, epoch: int, batch: int) -> None:
-    """Writes a backup, and deletes the oldest ones of this worker."""
+    """Writes a backup, and deletes the oldest ones."""
     state = self.state_of_groups(with_optimizer=True)
-    name = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
-    state.compare_workers("a backup")
-    differing = state.names_that_differ("a backup")
-    arrays = state.arrays(differing, own=True)
+    topic = "a backup"
+    state.compare_workers(topic)
+    arrays = state.arrays(state.names_that_differ(topic))
     for key, value in group_callback.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)
     if batch:
+      replicas = range(state.copies.engine.num_replicas)
       for key, variable in _metric_variables(self.model).items():
-        for i, copy in enumerate(state.copies.here(variable)):
-          arrays[f"{key}/{i}"] = copy
-    about = state.about({"epoch": epoch, "batch": batch})
-    # If one worker cannot write, all raise its error, and no worker deletes an
-    # older backup.
-    with state.raising_on_all("a backup"):
-      self._files.write(name, arrays, about)
+        arrays[key] = np.stack(state.copies.read(variable, replicas))
+    path = self._files.path(epoch, batch)
+    state.write(path, topic, arrays, {"epoch": epoch, "batch": batch})
     self._files.prune(self._keep)
     self._since = 0
     self._watch.restart_clock()
 
-  def _skip(self, paths: list[epath.Path], batches: int) -> None:
+  def _skip(self, path: epath.Path, batches: int) -> None:
     """Makes `fit` skip the first batches of the epoch.
 
     Batches are drawn from the data as for training, whatever kind of data it
@@ -346,14 +336,14 @@ class BackupAndRestore(group_callback.GroupCallback):
       try:
         if done + count > batches:
           raise ValueError(
-            f"The backup {paths[0]} was made after {batches} batches of an"
+            f"The backup {path} was made after {batches} batches of an"
             " epoch, but no call of the training function ends there with"
             f" `steps_per_execution={count}`. Compile the model with the same"
             " `steps_per_execution` as before."
           )
         if not done:
           train(iterator)
-          self._restore_metrics(paths)
+          self._restore_metrics(path)
           logs = model.get_metrics_result()
         elif not list(itertools.islice(iterator, count)):
           raise StopIteration
@@ -367,21 +357,19 @@ class BackupAndRestore(group_callback.GroupCallback):
       callback.is_skipping_batches = True
     model.train_function = skip_batch
 
-  def _restore_metrics(self, paths: list[epath.Path]) -> None:
+  def _restore_metrics(self, path: epath.Path) -> None:
     """Restores a backup again, together with the metrics of its epoch.
 
-    Where groups or workers have changed since, the metrics start from zero.
+    If the size of the groups has changed since, the metrics start from zero.
     """
     optimizer = self.model.optimizer
-    restored = checkpoint.restore_file(
-      paths[0], optimizer, self.model, paths[1:]
-    )
+    restored = checkpoint.restore_file(path, optimizer, self.model)
     copies = self.state_of_groups(with_optimizer=True).copies
     for key, variable in _metric_variables(self.model).items():
       here = copies.here(variable)
       values = [np.zeros_like(copy) for copy in here]
-      if restored.is_exact and f"{key}/0" in restored.arrays:
-        values = [restored.arrays[f"{key}/{i}"] for i in range(len(here))]
+      if restored.is_exact and key in restored.arrays:
+        values = [restored.arrays[key][r] for r in copies.engine.replicas_here]
       copies.write(variable, values)
 
 

@@ -131,17 +131,6 @@ class Archive(Mapping[str, Array]):
     return len(self._dtypes)
 
 
-def about(path: epath.Path) -> dict[str, Any]:
-  """Returns the description of a file; empty if the file cannot be read."""
-  with (
-    contextlib.suppress(Exception),
-    paths_lib.reading(path) as file,
-    np.load(file) as entries,
-  ):
-    return dict(json.loads(entries[_ABOUT].item()))
-  return {}
-
-
 @contextlib.contextmanager
 def reading(path: epath.Path) -> Iterator[Archive]:
   """Opens a file for reading, after all checksums were verified.

@@ -7,8 +7,7 @@
 leaves the program unchanged.
 """
 
-import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -38,10 +37,9 @@ class Restored(NamedTuple):
   """The contents of a restored file that are not values of groups.
 
   Attributes:
-    values: The JSON values of a file that one worker wrote for itself; else
-      None.
+    values: The JSON values of a backup, which `save` does not write.
     arrays: The arrays that belong to no group.
-    is_exact: Whether groups and workers are the same as when the file was
+    is_exact: Whether the groups have the same size as when the file was
       written, so every replica resumes with exactly its own values.
   """
 
@@ -131,21 +129,8 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
     )
 
 
-def restore_file(
-  target: epath.Path,
-  optimizer: Any,
-  model: Any,
-  others: Sequence[epath.Path] = (),
-) -> Restored:
-  """Restores a file; see `restore`.
-
-  Args:
-    target: A file that `save` wrote, or one that a worker wrote for itself.
-    optimizer: As for `restore`.
-    model: As for `restore`.
-    others: Files of other workers, which are searched for groups that `target`
-      does not hold.
-  """
+def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
+  """Restores a file that `save` or `BackupAndRestore` wrote; see `restore`."""
   names_lib.check_optimizer(optimizer)
   if model is not None:
     _build(optimizer, model)
@@ -154,16 +139,14 @@ def restore_file(
   with (
     state.raising_on_all(topic) as outcomes,
     archive.naming_damage(target, OSError),
-    contextlib.ExitStack() as stack,
+    archive.reading(target) as file,
   ):
-    file = stack.enter_context(archive.reading(target))
-    own_values = file.about.get("values")
-    # Workers have to read the same file, unless each has its own file.
-    outcomes[0]["checksum"] = file.checksum if own_values is None else 0
+    outcomes[0]["checksum"] = file.checksum
     _check_groups(file, state)
     _check_names(file, state, file.about["names"])
-    is_exact = _is_exact(file, state)
-    files = _files_here(file, state, others, stack)
+    group_size = len(_saved_groups(file)[0])
+    is_exact = group_size == state.groups.group_size
+    files = {i: (file, i) for i in range(state.groups.num_groups)}
     plan = _plan(files, state, is_exact)
     own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
   checksums = [outcome["checksum"] for outcome in outcomes]
@@ -176,7 +159,7 @@ def restore_file(
         " it to each of them."
       )
   state.assign(plan)
-  return Restored(own_values, own_arrays, is_exact)
+  return Restored(file.about.get("values", {}), own_arrays, is_exact)
 
 
 def read_group(path: Any, group: int, model: Any) -> Any:
@@ -336,55 +319,6 @@ def _check_names(
         f"{end}. Restore with the same optimizer and model that you saved; it"
         f" was saved {'with a' if has_model else 'without a'} `model`."
       )
-
-
-def _is_exact(file: archive.Archive, state: group_state.GroupState) -> bool:
-  """Returns whether every replica can be restored with its own values."""
-  saved, own = _saved_groups(file), state.groups.to_lists()
-  if "values" not in file.about:
-    return len(saved[0]) == len(own[0])
-  return saved == own and bool(file.about["workers"] == state.num_workers)
-
-
-def _files_here(
-  file: archive.Archive,
-  state: group_state.GroupState,
-  others: Sequence[epath.Path],
-  stack: contextlib.ExitStack,
-) -> GroupSources:
-  """Returns where to find each group of this process.
-
-  Args:
-    file: The file of this worker.
-    state: The variables.
-    others: Files of other workers, which are opened until no group is missing.
-    stack: Closes the files.
-
-  Raises:
-    CheckpointError: If a group is in none of the files.
-  """
-  here = {state.groups.index_of(r) for r in state.copies.engine.replicas_here}
-  if "values" not in file.about:
-    return {i: (file, i) for i in here}
-  files: dict[int, tuple[archive.Archive, int]] = {}
-  paths = iter(others)
-  while True:
-    held = {name.split("/")[0] for name in file}
-    new = here - set(files)
-    files |= {i: (file, i) for i in new if f"group_{i}" in held}
-    lacking = sorted(here - set(files))
-    if not lacking:
-      return files
-    path = next(paths, None)
-    if path is None:
-      raise CheckpointError(
-        f"Group {lacking[0]} of the backup {file.path.name} is in another"
-        f" worker's file, which was not found in {file.path.parent.parent}. Let"
-        " all workers see one folder, copy the files of all workers to each"
-        " worker, or start as many workers as before with the groups"
-        f" {_saved_groups(file)}."
-      )
-    file = stack.enter_context(archive.reading(path))
 
 
 def _plan(

@@ -113,12 +113,6 @@ class GroupState:
     )
 
   @property
-  def num_workers(self) -> int:
-    """The number of workers that train together."""
-    workers = self.copies.workers
-    return 1 if workers is None else len(workers.names)
-
-  @property
   def seeds(self) -> list[str]:
     """The names of the states of random number generators."""
     return [entry.name for entry in self.entries if is_seed(entry.name)]
@@ -166,50 +160,52 @@ class GroupState:
     members = self.groups.assignment[self.groups.index_of(replica)]
     return members.index(replica)
 
-  def arrays(
-    self, differing: Collection[str], own: bool = False
-  ) -> dict[str, archive.Array]:
+  def arrays(self, differing: Collection[str]) -> dict[str, archive.Array]:
     """Returns the values of every group, by their names in a checkpoint.
 
     Each variable has one array per group. Variables in `differing` have one
-    array per member of each group.
+    array per member of each group. Only the first worker returns the values.
 
     Args:
       differing: What `names_that_differ` returned.
-      own: Whether each worker returns the values of its own replicas, for which
-        no communication is needed. If False, the first worker returns the
-        values of all groups, and the other workers return nothing.
     """
     warn_if_collapsed(self.optimizer)
-    engine = self.copies.engine
     arrays: dict[str, archive.Array] = {}
-    replicas = engine.replicas_here if own else range(engine.num_replicas)
     for entry in self.entries:
-      values = (
-        self.copies.here(entry.variable)
-        if own
-        else self.copies.read(entry.variable, replicas)
-      )
+      members = self.groups.to_lists()
+      if entry.name not in differing:
+        members = [[min(group)] for group in members]
+      replicas = [replica for group in members for replica in group]
+      if max(replicas) < len(self.copies.engine.replicas_here):
+        # The first worker has all of these replicas.
+        here = self.copies.here(entry.variable)
+        values = [here[replica] for replica in replicas]
+      else:
+        values = self.copies.read(entry.variable, replicas)
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
         member = self.member(replica)
         name = key(
           entry.name, index, member if entry.name in differing else None
         )
-        if own or self.copies.is_first:
-          arrays.setdefault(name, array)
+        if self.copies.is_first:
+          arrays[name] = array
     return arrays
 
   def write(
-    self, path: epath.Path, topic: str, arrays: Mapping[str, archive.Array]
+    self,
+    path: epath.Path,
+    topic: str,
+    arrays: Mapping[str, archive.Array],
+    values: Mapping[str, Any] | None = None,
   ) -> None:
-    """Writes a checkpoint on the first worker.
+    """Writes a checkpoint on the first worker, with JSON `values` if given.
 
     If writing fails, the error is raised on all workers.
     """
     with self.raising_on_all(topic):
       if self.copies.is_first:
-        archive.write(path, arrays, self.about())
+        archive.write(path, arrays, self.about(values))
 
   def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
     """Assigns values to the replicas of this process.
@@ -222,18 +218,12 @@ class GroupState:
     accept_values(self.optimizer)
 
   def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the description that is stored in a checkpoint.
-
-    Args:
-      values: JSON values to store in a file of this worker only. None for a
-        file that holds all groups.
-    """
-    own = {"values": values, "workers": self.num_workers}
+    """Returns the description that is stored in a checkpoint."""
     return {
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [entry.name for entry in self.entries],
-      **({} if values is None else own),
+      **({} if values is None else {"values": values}),
     }
 
   def raising_on_all(
