@@ -4,7 +4,7 @@
     compile             compile a step for a TPU slice, without a TPU
     convert-checkpoint  convert a checkpoint of TensorFlow 1
     launch              start a program as several workers
-    doctor              look for problems of the installation
+    doctor              print versions and devices
 
 Each command checks its arguments before it imports `tf_cross_shard`, which
 imports TensorFlow. So `--help` and mistakes do not take seconds.
@@ -39,10 +39,7 @@ Starts a Python program as several workers that train together: on this machine
 or, with --nodes, on several machines.
 """
 
-_DOCTOR: Final = """
-Prints versions, devices and TF_CONFIG, and looks for known problems. The exit
-status is 1 if something is wrong.
-"""
+_DOCTOR: Final = "Prints the versions of packages, TF_CONFIG and devices."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,10 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # it prints a message before TensorFlow reads the level.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    if options.command is _doctor:
-      report, status = _doctor()
-      print(report)
-      return status
     print(options.command(options))
   except _user_errors() as error:
     print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -142,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
   command = commands.add_parser("launch", help=about, description=_LAUNCH)
   launch.add_arguments(command)
 
-  about = "look for problems of the installation"
+  about = "print versions and devices"
   command = commands.add_parser("doctor", help=about, description=_DOCTOR)
   command.set_defaults(command=_doctor)
   return parser
@@ -203,9 +196,10 @@ def _virtual_tpu() -> Any:
   return importlib.import_module("tf_cross_shard.virtual_tpu")
 
 
-def _doctor() -> tuple[str, int]:
-  """Returns a report on the installation, and the exit status."""
-  return doctor.examine(_module_alone("core/versions.py"))
+def _doctor(options: argparse.Namespace) -> str:
+  """Returns a report on the installation."""
+  del options
+  return doctor.examine()
 
 
 def _groups(options: argparse.Namespace) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import struct_pb2
 
 from tests.support import replica_state_cases, testbed
 from tf_cross_shard import CrossShardOptimizer
@@ -121,7 +120,6 @@ def mark(model: Any, epoch: int) -> None:
 
 
 # The tag of the summary that TensorBoard's HParams plugin reads from a run.
-HPARAMS = "_hparams_/session_start_info"
 
 
 def curves(folder: pathlib.Path) -> dict[str, Any]:
@@ -131,20 +129,13 @@ def curves(folder: pathlib.Path) -> dict[str, Any]:
   for event in tf.compat.v1.train.summary_iterator(str(file)):
     for value in event.summary.value:
       plugin = value.metadata.plugin_data
-      if value.tag == HPARAMS:
+      if value.tag == "hyperparameters":
         assert value.tag not in found
-        assert plugin.plugin_name == "hparams"
-        found[value.tag] = hparams(plugin.content)
+        assert plugin.plugin_name == "text"
+        found[value.tag] = tf.make_ndarray(value.tensor).item().decode()
         continue
       points = found.setdefault(value.tag, [])
       assert event.step == len(points)
       assert points or plugin.plugin_name == "scalars"
       points.append(float(tf.make_ndarray(value.tensor)))
   return found
-
-
-def hparams(content: bytes) -> dict[str, Any]:
-  """Decodes the hyperparameters in a summary for the HParams plugin."""
-  assert content[0] == 0x1A
-  field = tf.train.BytesList.FromString(b"\x0a" + content[1:])
-  return dict(struct_pb2.Struct.FromString(field.value[0]))

@@ -24,8 +24,8 @@ class GroupTensorBoard(group_callback.GroupCallback):
 
       drift_i = sqrt(mean over all elements of (w_i - mean_j w_j)**2)
 
-  TensorBoard's HParams page shows a row for each group, with its name (`group`)
-  and its `learning_rate` after the first epoch.
+  TensorBoard's page of texts shows the name of each group and its learning rate
+  after the first epoch.
 
   >>> import os, tempfile
   >>> import tensorflow as tf
@@ -81,10 +81,10 @@ class GroupTensorBoard(group_callback.GroupCallback):
     if state.copies.is_first:
       folders = [*group_callback.group_names(optimizer), "ensemble"]
       for folder, scalars in zip(folders, runs.values(), strict=False):
-        hparams = {}
+        about = {}
         if folder != "ensemble":
-          hparams = {"group": folder, "learning_rate": scalars["learning_rate"]}
-        self._runs.write(folder, epoch, scalars, hparams)
+          about = {"group": folder, "learning_rate": scalars["learning_rate"]}
+        self._runs.write(folder, epoch, scalars, about)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Closes the files."""

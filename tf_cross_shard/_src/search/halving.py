@@ -143,7 +143,7 @@ class Halving(group_callback.GroupMonitor):
       factor: Only one in `factor` trials continues to the next rung.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       log_dir: A folder for TensorBoard. It receives a run for each trial, over
-        the trial's own epochs, and a row of the HParams page with its settings.
+        the trial's own epochs, with its settings as a table.
 
     Raises:
       TypeError: If `table` is not a `trials.Table`.
@@ -452,8 +452,8 @@ class Halving(group_callback.GroupMonitor):
     for trial in (self.table[number] for number in self._progress.running):
       name = f"trial_{trial.number}"
       last = {metric: row[-1] for metric, row in trial.history.items()}
-      hparams = {"trial": name, **trial.settings}
-      runs.write(name, trial.epochs - 1, last, hparams)
+      about = {"trial": name, **trial.settings}
+      runs.write(name, trial.epochs - 1, last, about)
 
   def _end_wave(self) -> None:
     """Saves the trials of the wave, and starts the next wave or rung."""
