@@ -76,11 +76,6 @@ PAIRS = {
     "RMSprop",
     {**_RMSPROP, "momentum": 0.5},
   ),
-  "RMSProp centered": Pair(
-    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.5, 1e-10, centered=True),
-    "RMSprop",
-    {**_RMSPROP, "momentum": 0.5, "centered": True},
-  ),
   "RMSProp centered only": Pair(
     lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.0, 1e-10, centered=True),
     "RMSprop",

@@ -70,7 +70,7 @@ CELLS = [
   ("keras, wrapped", "Adam"),
   *(("keras, from_v1", name) for name in ("SGD", *TWO_SLOTS)),
   ("keras, from_v1", "RMSProp centered only"),
-  *(("tf_keras", name) for name in ("Momentum", "RMSProp centered")),
+  *(("tf_keras", name) for name in ("SGD", "Momentum", "RMSProp")),
   *(("tf_keras, from_v1", name) for name in ("SGD", "Adam")),
 ]
 
@@ -196,161 +196,33 @@ def test_momentum_under_a_schedule(tmp_path: Path) -> None:
     _convert(plain, old.src, tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-  ("name", "scope", "first"),
-  [
-    ("my_1", "", None),  # from_v1 takes the name over.
-    ("my/adam", "", "{}/my/adam"),
-    ("Adam", "training", "training/{}/Adam"),
-  ],
-)
-def test_names_of_slots(
-  name: str, scope: str, first: str | None, tmp_path: Path
-) -> None:
-  make = functools.partial(v1.train.AdamOptimizer, 0.01, name=name)
-  old = save(sessions.Sessions(make, scope=scope), tmp_path)
-  plain = sessions.Training(lambda: keras.optimizers.Adam(0.01))
-  words = r'(?s)only:.*names=\{"\{\}/momentum": "\{\}/..."\}'
-  with pytest.raises(ValueError, match=words):
-    _convert(plain, old.src, tmp_path / "new")
+def test_names_of_slots(tmp_path: Path) -> None:
+  make = functools.partial(v1.train.AdamOptimizer, 0.01, name="my/adam")
+  old = save(sessions.Sessions(make, scope="training"), tmp_path)
   training = sessions.Training(lambda: migration.from_v1(make()))
-  names = first and {"{}/momentum": first, "{}/velocity": f"{first}_1"}
+  words = r"optimizer only:\n  one/bias/momentum"
+  with pytest.raises(ValueError, match=words):
+    _convert(training, old.src, tmp_path / "new")
+  first = "training/{}/my/adam"
+  names = {"{}/momentum": first, "{}/velocity": f"{first}_1"}
   done = _convert(training, old.src, tmp_path / "new", names=names)
   assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
   assert _deviation(training, old) < LIMIT
 
 
-def _own(library: Any, base: str, names: tuple[str, ...]) -> Any:
-  """An optimizer of a class that the user wrote, with slots of these names."""
-
-  class Own(getattr(library.optimizers, base)):  # type: ignore[misc]
-    def build(self, variables: Any) -> None:
-      super().build(variables)
-      for name in names:
-        made = [self.add_variable_from_reference(v, name) for v in variables]
-        setattr(self, f"_{name}", made)
-
-  return Own(0.5)
-
-
-BERT = ("adam_m", "adam_v")
-LAMB = {"{}/momentum": "{}/adam_m", "{}/velocity": "{}/adam_v"}
-OWN: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
-  "own names": (lambda: _own(keras, "Optimizer", BERT), {}),
-  "more than SGD has": (
-    lambda: CrossShardOptimizer(_own(tf.keras, "SGD", BERT)),
-    {},
-  ),
-  "other names": (
-    lambda: _own(keras, "Optimizer", ("m", "v")),
-    {"{}/m": "{}/adam_m", "{}/v": "{}/adam_v"},
-  ),
-  "derived from Adam": (lambda: _own(keras, "Adam", ()), LAMB),
-  "tf_keras": (lambda: _own(tf_keras, "SGD", BERT), {}),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_slots_of_classes_that_the_user_wrote(
-  name: str, tmp_path: Path
-) -> None:
-  """Custom TensorFlow 1 optimizers choose the names of their slots."""
-  values: dict[str, Any] = {"a/kernel": [1.0, 2.0], "a/bias": [3.0, 4.0]}
-  values |= {
-    f"{weight}/{slot}": [i + 0.5, i + 0.25]
-    for i, (weight, slot) in enumerate(itertools.product([*values], BERT))
-  }
-  weights = [tf.Variable([0.0, 0.0], name=n) for n in ("a/kernel", "a/bias")]
-  make, names = OWN[name]
-  made = make()
-  steps = {"global_step": 6}
-  done = _bring(tmp_path, values | steps, weights, made, names=names)
-  assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
-  variables = {v.name: v.numpy().tolist() for v in testbed.variables_of(made)}
-  for label, source in done.matched.items():
-    weight, _, slot = label.rpartition("/")
-    if weight.startswith("a/"):
-      assert source == names.get(f"{{}}/{slot}", label).replace("{}", weight)
-      [value] = [
-        value
-        for key, value in variables.items()
-        if slot in key and weight[2:] in key
-      ]
-      assert value == values[source]
-  assert len(done.matched) == 7
-  assert int(made.iterations) == 6
-
-
-def test_second_optimizer_of_a_graph(tmp_path: Path) -> None:
-  """Each optimizer has its own powers; both count in the global step."""
-  values: dict[str, Any] = {"w": [1.0, 2.0], "global_step": 9}
-  for i in range(4):
-    values[f"w/Adam_{i}".removesuffix("_0")] = [i, i + 0.5]
-  for i in range(2):
-    values[f"beta1_power_{i}".removesuffix("_0")] = 0.5 + i / 4
-    values[f"beta2_power_{i}".removesuffix("_0")] = 0.25 + i / 4
-  weight = tf.Variable([0.0, 0.0], name="w")
-  made = migration.from_v1(v1.train.AdamOptimizer())
-  with pytest.raises(ValueError, match=r"checkpoint only:(?s:.*)  w/Adam_2 "):
-    _bring(tmp_path, values, [weight], made)
-  done = _bring(
-    *(tmp_path, values, [weight], made),
-    names={"w/momentum": "w/Adam_2", "w/velocity": "w/Adam_3"}
-    | {"w/Adam": None, "w/Adam_1": None, "beta{}_power": None}
-    | {f"beta{n}_power": f"beta{n}_power_1" for n in (1, 2)},
-    iterations=4,
-  )
-  slots = [made.get_slot(weight, n).numpy() for n in ("momentum", "velocity")]
-  assert np.array(slots).tolist() == [[2.0, 2.5], [3.0, 3.5]]
-  assert float(made.inner_optimizer.beta1_power) == 0.75
-  assert float(made.inner_optimizer.beta2_power) == 0.5
-  assert int(made.iterations) == 4
-  assert sorted(done.unmatched_in_checkpoint) == [
-    *("beta1_power", "beta2_power", "w/Adam", "w/Adam_1")
-  ]
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_partitioned_variables_and_kinds_of_files(
-  version: int, tmp_path: Path
-) -> None:
-  """TensorFlow 1 shortens slot names inside a scope."""
-  is_second = version == 2
-  with tf.Graph().as_default(), v1.Session() as session:
-    parts = v1.fixed_size_partitioner(2 if is_second else 1)
-    with v1.variable_scope("emb", partitioner=parts if is_second else None):
-      w = v1.get_variable("w", initializer=tf.reshape(tf.range(8.0), (4, 2)))
-    step = v1.train.get_or_create_global_step()
-    loss = tf.reduce_sum(tf.convert_to_tensor(w) ** 2)
-    train = v1.train.MomentumOptimizer(0.5, 0.5).minimize(loss, step)
-    session.run(v1.global_variables_initializer())
-    session.run(train)
-    src = v1.train.Saver(write_version=version).save(
-      session, str(tmp_path / "old"), write_meta_graph=False
-    )
-  weight = tf.Variable(tf.zeros((4, 2)), name="emb/w")
-  made = migration.from_v1(v1.train.MomentumOptimizer(0.5, 0.5))
-  migration.convert_checkpoint(src, tmp_path / "new", [weight], made)
-  # The gradient is twice the weight: all of it is gone, and sums up.
-  assert weight.numpy().tolist() == np.zeros((4, 2)).tolist()
-  expected = 2 * np.arange(8.0).reshape(4, 2)
-  assert made.get_slot(weight, "momentum").numpy().tolist() == expected.tolist()
-
-
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("head", ["", "net/"])
-def test_renamed_layers(head: str, tmp_path: Path) -> None:
+def test_renamed_layers(tmp_path: Path) -> None:
   training = sessions.Training(
     functools.partial(MAKERS["keras, from_v1"], "Adam"),
     model=lambda: sessions.network(keras, "first"),
   )
   src = saved("Adam").src
-  with pytest.raises(ValueError, match=r'names=\{"net/first/bias": "\.\.\."\}'):
+  with pytest.raises(ValueError, match=r"optimizer only:\n  first/bias \[3\]"):
     _convert(training, src, tmp_path / "new")
-  names = {f"{head}first/{x}": f"one/{x}" for x in ("kernel", "bias")}
+  names = {f"first/{x}": f"one/{x}" for x in ("kernel", "bias")}
   done = _convert(training, src, tmp_path / "new", names=names)
-  assert done.matched["net/first/kernel"] == "one/kernel"
-  assert done.matched["net/first/kernel/momentum"] == "one/kernel/Adam"
+  assert done.matched["first/kernel"] == "one/kernel"
+  assert done.matched["first/kernel/momentum"] == "one/kernel/Adam"
   assert _deviation(training, saved("Adam")) < LIMIT
 
 
@@ -387,7 +259,7 @@ def test_leave_out_weights_and_values(tmp_path: Path) -> None:
   slots = [v.numpy().tolist() for v in sgd.variables if len(v.shape)]
   assert slots == [[-2.0], [0.0]]
   assert done.unmatched_in_checkpoint == {"new/Momentum": (1,), "w": (1,)}
-  assert done.unmatched_in_model == {"new": (1,), "new/momentum": (1,)}
+  assert done.unmatched_in_model == {"new": (1,)}
 
 
 def test_modules_and_equal_names(tmp_path: Path) -> None:
@@ -461,20 +333,17 @@ def test_the_count_of_steps(is_v1: bool, tmp_path: Path) -> None:
     _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd, **options)
     assert int(sgd.iterations) == steps
   for values in ({}, {"a/global_step": 1, "b/global_step": 2}):
-    with pytest.raises(ValueError, match=r"iterations \[\]\nPass iterations=S"):
+    with pytest.raises(
+      ValueError, match=r"iterations \[\]\n.*iterations=STEPS"
+    ):
       _bring(tmp_path, {"w": [1.0, 2.0], **values}, [weight], sgd)
 
 
-@pytest.mark.parametrize("is_around", [True, False])
-def test_a_loss_scale_stays(is_around: bool, tmp_path: Path) -> None:
+def test_a_loss_scale_stays(tmp_path: Path) -> None:
   scaling = keras.optimizers.LossScaleOptimizer
-
-  def make() -> Any:
-    if is_around:
-      return scaling(MAKERS["keras, from_v1"]("Adam"))
-    return CrossShardOptimizer(scaling(sessions.plain("Adam")))
-
-  training = sessions.Training(make)
+  training = sessions.Training(
+    lambda: scaling(MAKERS["keras, from_v1"]("Adam"))
+  )
   done = _convert(training, saved("Adam").src, tmp_path / "new")
   assert done.unmatched_in_model == {}
   assert int(training.optimizer.iterations) == BEFORE
@@ -494,23 +363,18 @@ class TestErrors:
       ({"src": "empty"}, tf.errors.OpError, "empty; Is a directory"),
       ({"dst": "old"}, FileExistsError, "`dst` is 'old'.*delete the existing"),
       ({"model": []}, ValueError, "`model` has no variables yet: got list"),
-      (
-        {"optimizer": tf_keras.optimizers.legacy.Adam()},
-        TypeError,
-        "`optimizer` is Adam, one of tf_keras.optimizers.legacy",
-      ),
-      ({"names": {"v": "w"}}, ValueError, "in `names` only: v\\nPass names"),
-      ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only: {}/m"),
+      ({"names": {"v": "w"}}, ValueError, "in `names` only:\n  v"),
+      ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only:\n  {}/m"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* does not"),
       (
         {"names": {"iterations": "w"}},
         ValueError,
-        "value of both w and iterations",
+        "value of iterations and of another variable",
       ),
       (
         {"model": [tf.Variable(0, name="w")]},
         ValueError,
-        r"differ:\n  w is int32 \[\]; w in the checkpoint is float32 \[2\]",
+        r"differ:\n  w: int32 \[\] in the model, float32 \[2\] in w",
       ),
     ],
   )
@@ -558,12 +422,8 @@ class TestErrors:
     for weight, slot in itertools.product(
       sessions.SHAPES, ("momentum", "velocity")
     ):
-      assert f"  net/{weight}/{slot} [" in text
-    assert text.endswith(
-      'Pass names={"net/one/bias/momentum": "..."} or'
-      ' names={"{}/momentum": "{}/..."} or names={"one/bias/Momentum": None};'
-      " or add the missing variables to the model or the optimizer."
-    )
+      assert f"  {weight}/{slot} [" in text
+    assert text.endswith("or add the missing variables.")
 
   def test_in_a_function(self, src: str, tmp_path: Path) -> None:
     weight = tf.Variable([0.0, 0.0], name="w")
@@ -600,7 +460,7 @@ def test_the_command_line(
   assert "must return a model and an optimizer" in capsys.readouterr().err
   words += ["--program", "a_program:momentum"]
   assert command.main(words) == 2
-  assert "Pass iterations=STEPS or names=" in capsys.readouterr().err
+  assert "or iterations=STEPS" in capsys.readouterr().err
   Path("names.json").write_text(json.dumps({"{}/momentum": "{}/mine"}))
   words += ["--iterations", "3", "--names"]
   assert command.main([*words, "names.json"]) == 0

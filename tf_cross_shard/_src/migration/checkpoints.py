@@ -5,23 +5,30 @@
     dense/kernel/Adam, .../Adam_1        ──▶  its slots momentum and velocity
     global_step                          ──▶  optimizer.iterations
 
-Training continues with the numbers that it would have had in TensorFlow 1.
-`conversion_plan` decides which variable receives which value, by names alone.
+Names decide which variable receives which value, and nothing else. Where they
+leave a choice, the user makes it with the argument `names`.
 """
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.migration import conversion_plan
+from tf_cross_shard._src.core.inner import keras_private, v1_update
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.migration import v1_slots
 from tf_cross_shard._src.replica_state import paths as paths_lib
+
+_Names = Mapping[str, str | None]
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +37,23 @@ class Conversion:
 
   Attributes:
     path: The prefix of the checkpoint that was written.
-    matched: For each variable that received a value, the name of that value in
-      the checkpoint. The keys are the names of variables. A slot is named after
-      its variable, such as "dense/kernel/momentum"; the optimizer's number of
-      steps is named "iterations".
-    unmatched_in_checkpoint: Names and shapes of the values that no variable
-      received.
-    unmatched_in_model: Names and shapes of the variables of the model and the
-      optimizer that kept their values.
+    matched: The name in the old checkpoint of each variable's value.
+    unmatched_in_checkpoint: Shapes of the values that no variable received.
+    unmatched_in_model: Shapes of the variables that kept their values.
   """
 
   path: str
   matched: Mapping[str, str]
-  unmatched_in_checkpoint: Mapping[str, tuple[int, ...]]
-  unmatched_in_model: Mapping[str, tuple[int, ...]]
+  unmatched_in_checkpoint: _Shapes
+  unmatched_in_model: _Shapes
 
   def __str__(self) -> str:
     """Returns a table."""
     width = max(map(len, self.matched), default=0)
     lines = [f"{self.path}: {len(self.matched)} variables"]
     lines += [f"  {n:<{width}}  {s}" for n, s in self.matched.items()]
-    lines += conversion_plan.unmatched_lines(
-      self.unmatched_in_checkpoint, self.unmatched_in_model
-    )
+    lines += _listed("in the checkpoint only", self.unmatched_in_checkpoint)
+    lines += _listed("in model and optimizer only", self.unmatched_in_model)
     return "\n".join(lines)
 
 
@@ -62,81 +63,39 @@ def convert_checkpoint(
   model: Any,
   optimizer: Any,
   *,
-  names: conversion_plan.Names | None = None,
+  names: _Names | None = None,
   iterations: int | None = None,
 ) -> Conversion:
   """Converts weights, slots and the number of steps from TensorFlow 1.
 
   Afterwards, the model and the optimizer hold the values on every replica, and
-  `dst` is a checkpoint of TensorFlow 2. Another program reads the checkpoint by
+  `dst` is a checkpoint of TensorFlow 2. Another program reads it, with an
+  optimizer of the same class that is built on the same variables, by
 
       tf.train.Checkpoint(model=model, optimizer=optimizer).read(dst)
 
-  The optimizer of that program must have the same class and must be built on
-  the same variables, inside a CrossShardOptimizer or not. TensorFlow does not
-  notice a different class, although the momentum of an optimizer that `from_v1`
-  makes differs from the momentum of a plain Keras SGD.
-
-  >>> import os, tempfile
-  >>> import tensorflow as tf
-  >>> v1 = tf.compat.v1
-  >>> folder = tempfile.TemporaryDirectory()
-  >>> src = os.path.join(folder.name, "v1")
-  >>> with tf.Graph().as_default(), v1.Session() as session:
-  ...   old = v1.get_variable("w", initializer=[1.0, 2.0])
-  ...   step = v1.train.get_or_create_global_step()
-  ...   adam = v1.train.AdamOptimizer(0.5)
-  ...   train = adam.minimize(tf.reduce_sum(old), global_step=step)
-  ...   session.run(v1.global_variables_initializer())
-  ...   for _ in range(3):
-  ...     session.run(train)
-  ...   src = v1.train.Saver().save(session, src)
-  >>> weight = tf.Variable([0.0, 0.0], name="w")
-  >>> adam = tf.keras.optimizers.Adam(0.5, epsilon=1e-8)
-  >>> dst = os.path.join(folder.name, "v2")
-  >>> done = convert_checkpoint(src, dst, [weight], adam)
-  >>> weight.numpy().round(3), int(adam.iterations)
-  (array([-0.5,  0.5], dtype=float32), 3)
-  >>> done.matched["iterations"]
-  'global_step'
-  >>> folder.cleanup()
-
-  Variables are matched by these names only:
-
-  - A weight by its own name, with or without the name of the model before it.
-  - A slot by the name that TensorFlow 1 used, such as `weight/Adam` and
-    `weight/Adam_1`.
-  - A slot of a class that TensorFlow 1 did not have, such as Lamb or a class
-    of your own, by its own name, such as "dense/kernel/adam_m".
-  - The number of steps by the name `global_step`.
-
-  If a name has no counterpart, you get an error before any value changes. The
-  error lists both sides and shows which argument to add.
-
-  Only state is converted. Give the new optimizer the learning rate, the betas
-  and the other hyperparameters that the old one had. The momentum of a Keras
-  SGD contains the learning rate, so training continues unchanged as long
+  See `tf_cross_shard.migration` for an example. Hyperparameters are not in a
+  checkpoint: give the new optimizer those of the old one. The momentum of a
+  Keras SGD contains the learning rate, so training continues unchanged as long
   as the learning rate does not change.
 
-  With several machines, convert on one machine and restore on all.
+  A weight is found by its own name, with or without the name of the model
+  before it; a slot by the name that TensorFlow 1 gave it, such as `weight/Adam`
+  and `weight/Adam_1`; the number of steps by the name `global_step`.
 
   Args:
-    src: The prefix of the old checkpoint, or a folder, which stands for its
-      latest checkpoint. The old checkpoint is only read.
+    src: The prefix of the old checkpoint, or a folder with its latest one.
     dst: The prefix of the new checkpoint. Its folder is created if necessary.
     model: A Keras model or a tf.Module with its variables created, or a list
       of variables.
     optimizer: A CrossShardOptimizer or another optimizer of Keras 3 or
-      tf_keras, but not of `tf_keras.optimizers.legacy`. If it is not built, it
-      is built on the trainable variables.
-    names: Entries for everything that is not found by itself. They map names
+      tf_keras. If it is not built, it is built on the trainable variables.
+    names: Names in the checkpoint of what is not found by itself, by the names
       in the model and the optimizer ("dense/kernel", "dense/kernel/momentum",
-      "iterations") to names in the checkpoint. A second variable of the same
-      name is called "name#2". "{}" stands for every weight: {"{}": "scope/{}"}
-      finds the weights, and {"{}/momentum": "{}/my_adam"} finds a slot, where
-      the second "{}" is the name of the weight in the checkpoint. Map a
-      name of either side to None to skip the name. There, "{}" matches any
-      text, as in {"{}/ExponentialMovingAverage": None}.
+      "iterations"; "name#2" for a second one). "{}" stands for every weight, as
+      in {"{}": "scope/{}"} and {"{}/momentum": "{}/my_adam"}. Map a name of
+      either side to None to skip it. There, "{}" matches any text, as in
+      {"{}/ExponentialMovingAverage": None}.
     iterations: The number of steps that the old program had made. None (the
       default) reads the only `global_step` of the checkpoint.
 
@@ -144,14 +103,9 @@ def convert_checkpoint(
     The names that were matched and those that were not.
 
   Raises:
-    ValueError: If a name has no counterpart or more than one; if a shape or
-      dtype differs; if an entry of `names` fits nothing; if `src` is a
-      checkpoint of TensorFlow 2; if `model` has no variables; if the momentum
-      contains a learning rate that is a schedule.
-    tf.errors.OpError: If there is no checkpoint at `src`.
+    ValueError: If something has no counterpart or more than one, or another
+      shape or dtype, in which case no value has changed.
     FileExistsError: If there is a checkpoint at `dst`.
-    TypeError: If `optimizer` is one of `tf_keras.optimizers.legacy`.
-    RuntimeError: If called in a tf.function.
   """
   if not tf.executing_eagerly():
     raise RuntimeError(
@@ -164,50 +118,258 @@ def convert_checkpoint(
       f"`dst` is {target!r}, but a checkpoint with this name already exists."
       " Choose a different prefix, or delete the existing checkpoint."
     )
-  plan = conversion_plan.ConversionPlan(
-    _checkpoint_prefix(src), model, {} if names is None else names
+  reader = _open(src)
+  shapes = {n: tuple(s) for n, s in reader.get_variable_to_shape_map().items()}
+  weights = _weights(model, shapes)
+  trained = _build(optimizer, model, weights)
+  names = names or {}
+  found = _sources(weights, names, shapes)
+  wanted = [*weights, *_state(optimizer, trained, found, shapes)]
+  labels = names_lib.unique([each.name for each in wanted])
+  wanted = [w._replace(name=n) for w, n in zip(wanted, labels, strict=True)]
+  sources = _sources(wanted, names, shapes)
+  if iterations is not None:
+    sources.setdefault(wanted[-1].name, f"iterations={iterations}")
+  done = Conversion(
+    target,
+    sources,
+    {n: s for n, s in shapes.items() if n not in sources.values()},
+    {w.name: w.variable.shape for w in wanted if w.name not in sources},
   )
-  weights = plan.find_weights(model)
-  _build(optimizer, plan.trained, weights)
-  plan.find_state(optimizer, iterations)
-  plan.check()
+  _check(done, wanted, names, reader)
   # Read all values first: a damaged file is an error before any value changes.
-  values = {name: plan.value(name) for name in plan.matched}
-  for name, value in values.items():
-    variable = plan.wanted[name]
+  values = []
+  for each in wanted:
+    if (source := sources.get(each.name)) in shapes:
+      dtype = _dtype(each).as_numpy_dtype
+      value = np.asarray(reader.get_tensor(source), dtype)
+      values.append((each.variable, value * dtype(each.factor)))
+  if iterations is not None:
+    values.append((wanted[-1].variable, iterations))
+  for variable, value in values:
     with _scope(variable):
       variable.assign(value)
   tf.train.Checkpoint(model=model, optimizer=optimizer).write(target)
-  return Conversion(
-    target,
-    plan.matched,
-    plan.unmatched_in_checkpoint,
-    plan.unmatched_in_model,
+  return done
+
+
+class _Wanted(NamedTuple):
+  """A variable of the program, and where its value is looked for.
+
+  Attributes:
+    name: Its name in `names` and in `Conversion`.
+    variable: The variable.
+    default: The name in the checkpoint, unless `names` has a different one.
+    pattern: The key of `names` for all such variables, such as "{}/momentum".
+    stem: The text for "{}" in the value of that entry.
+    factor: What the value is multiplied by.
+  """
+
+  name: str
+  variable: Any
+  default: str | None
+  pattern: str = ""
+  stem: str = ""
+  factor: float = 1.0
+
+
+def _dtype(each: _Wanted) -> Any:
+  return tf.as_dtype(each.variable.dtype)
+
+
+def _open(src: Any) -> Any:
+  """Opens a checkpoint; for a folder, its latest one."""
+  path = os.fspath(paths_lib.as_path(src, "src"))
+  if not tf.io.gfile.exists(f"{path}.index"):
+    path = tf.train.latest_checkpoint(path) or path
+  # Not load_checkpoint: if there is also a folder of this name, it reads the
+  # latest checkpoint of that folder.
+  reader: Any = tf.compat.v1.train.NewCheckpointReader(path)
+  if reader.has_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"):
+    raise ValueError(
+      f"`src` must be a checkpoint of TensorFlow 1; {path} is one of"
+      " TensorFlow 2. Read it with tf.train.Checkpoint(model=model,"
+      " optimizer=optimizer).read(src)."
+    )
+  return reader
+
+
+def _weights(model: Any, shapes: _Shapes) -> list[_Wanted]:
+  """Returns the variables that a checkpoint of TensorFlow 1 may hold."""
+  if isinstance(model, (list, tuple)):
+    variables = list(model)
+  elif not getattr(model, "built", True):
+    variables = []
+  else:
+    # `variables` of a Keras model includes metrics and random states. Ask the
+    # class: `weights` of a model that has none yet may raise an error.
+    is_keras = hasattr(type(model), "weights")
+    variables = list(model.weights if is_keras else model.variables)
+  if not variables:
+    raise ValueError(
+      f"`model` has no variables yet: got {type(model).__name__}. Build it with"
+      " model.build(input_shape), or call it on one batch."
+    )
+  variables = list({id(variable): variable for variable in variables}.values())
+  prefix = f"{getattr(model, 'name', None)}/"
+  paths = [variables_lib.path_of(v).removeprefix(prefix) for v in variables]
+  labels = names_lib.unique(paths)
+  weights = []
+  for label, path, variable in zip(labels, paths, variables, strict=True):
+    # The checkpoint has the name with or without the model's, but not both,
+    # and no other weight has the same name: otherwise `names` must decide.
+    found = {path, prefix + path} & shapes.keys()
+    is_sure = paths.count(path) == 1 and len(found) == 1
+    default = found.pop() if is_sure else None
+    weights.append(_Wanted(label, variable, default, "{}", path))
+  return weights
+
+
+def _build(
+  optimizer: Any, model: Any, weights: Sequence[_Wanted]
+) -> list[_Wanted]:
+  """Creates the slots unless they exist; returns the weights that have some."""
+  by_id = {id(weight.variable): weight for weight in weights}
+  listed = [w.variable for w in weights if w.variable.trainable]
+  trained = list(getattr(model, "trainable_variables", listed))
+  if not keras_private.is_built(inner_lib.innermost(optimizer)):
+    with _scope(weights[0].variable):
+      optimizer.build(trained)
+  return [by_id[id(variable)] for variable in trained]
+
+
+def _state(
+  optimizer: Any,
+  trained: Sequence[_Wanted],
+  sources: Mapping[str, str],
+  shapes: dict[str, tuple[int, ...]],
+) -> Iterator[_Wanted]:
+  """Yields slots, other variables, and the number of steps as the last one."""
+  innermost = inner_lib.innermost(optimizer)
+  # With `shard_update`, slots are in parts; this state has whole slots.
+  state = names_lib.sharded_state(optimizer) or (internals.state_of(innermost))
+  v1_name, factor = v1_slots.name_and_factor(innermost)
+  rates = names_lib.learning_rates(innermost)
+  known = {id(innermost.iterations), *map(id, rates)}
+  for weight in trained:
+    source = sources.get(weight.name)
+    slots = state.slots(weight.variable)
+    numbers = v1_slots.numbers(innermost, slots)
+    known |= set(map(id, slots.values()))
+    if source is None or v1_slots.is_without_momentum(innermost):
+      continue
+    for name, slot in slots.items():
+      # TensorFlow 1 calls its slots "Adam", "Adam_1", "Adam_2", ...; it had no
+      # optimizer with slots that have no number.
+      number = numbers.get(name)
+      old = f"{v1_name}_{number}" if number else v1_name
+      default = f"{source}/{name if number is None else old}"
+      scale = 1.0 if number is None else factor
+      label = f"{weight.name}/{name}"
+      yield _Wanted(label, slot, default, f"{{}}/{name}", source, scale)
+  # Keras' Adam computes the powers of its betas from `iterations`.
+  if not isinstance(innermost, v1_update.V1Update):
+    powers = r"(.*/)?beta[12]_power(_\d+)?"
+    for name in [n for n in shapes if re.fullmatch(powers, n)]:
+      del shapes[name]
+  for other in state.variables:
+    if id(other) not in known:
+      name = variables_lib.path_of(other).rpartition("/")[2]
+      yield _Wanted(name, other, _only_scalar(rf"{name}(_\d+)?", shapes))
+  yield _Wanted(
+    "iterations", innermost.iterations, _only_scalar("global_step", shapes)
   )
 
 
-def _checkpoint_prefix(src: Any) -> str:
-  """Returns the prefix of a checkpoint; for a folder, that of its latest."""
-  path = os.fspath(paths_lib.as_path(src, "src"))
-  is_prefix = tf.io.gfile.exists(f"{path}.index")
-  latest = None if is_prefix else tf.train.latest_checkpoint(path)
-  return latest or path
+def _only_scalar(name: str, shapes: _Shapes) -> str | None:
+  """Returns the only scalar of a name, in any scope; None if it is not one."""
+  fits = [n for n, shape in shapes.items() if shape == ()]
+  fits = [n for n in fits if re.fullmatch(rf"(.*/)?{name}", n)]
+  return fits[0] if len(fits) == 1 else None
 
 
-def _build(optimizer: Any, trained: Sequence[Any], weights: Any) -> None:
-  """Creates the slots of the optimizer unless it is built."""
-  innermost = inner_lib.innermost(optimizer)
-  modules = [kind.__module__ for kind in type(innermost).__mro__]
-  if any("optimizers.legacy" in module for module in modules):
-    raise TypeError(
-      f"`optimizer` is {type(innermost).__name__}, one of"
-      " tf_keras.optimizers.legacy. Pass an optimizer of tf_keras.optimizers,"
-      " or convert TensorFlow 1's optimizer with"
-      " tf_cross_shard.migration.from_v1."
+def _sources(
+  wanted: Sequence[_Wanted], names: _Names, shapes: _Shapes
+) -> dict[str, str]:
+  """Returns the name in the checkpoint of each variable that has one there."""
+  sources: dict[str, str] = {}
+  for each in wanted:
+    # An entry for this variable comes before an entry for all such variables.
+    source = names.get(each.name)
+    if source is not None and source not in shapes:
+      raise ValueError(
+        f"`names` says that `{each.name}` is {source!r}, which the checkpoint"
+        f" does not have. It has {', '.join(sorted(shapes))}."
+      )
+    if source is None and not _is_excluded(each.name, names):
+      general = (names.get(each.pattern) or "").replace("{}", each.stem)
+      default = each.default or ""
+      is_left_out = _is_excluded(default, names)
+      source = general if general in shapes or is_left_out else default
+    if source in sources.values():
+      raise ValueError(
+        f"`{source}` of the checkpoint would be the value of {each.name} and of"
+        " another variable. Choose one of them with `names`."
+      )
+    if source is not None and source in shapes:
+      sources[each.name] = source
+  return sources
+
+
+def _fits(key: str, name: str) -> bool:
+  return bool(re.fullmatch(re.escape(key).replace(r"\{\}", ".*"), name))
+
+
+def _is_excluded(name: str, names: _Names) -> bool:
+  """Returns whether an entry of `names` with None leaves out a name."""
+  return any(names[key] is None and _fits(key, name) for key in names)
+
+
+def _check(
+  done: Conversion, wanted: Sequence[_Wanted], names: _Names, reader: Any
+) -> None:
+  """Raises an error if kinds differ or something lacks a counterpart."""
+  shapes = reader.get_variable_to_shape_map()
+  dtypes = reader.get_variable_to_dtype_map()
+  lines: list[str] = []
+  for each in wanted[:-1]:  # The number of steps may have any integer dtype.
+    if (source := done.matched.get(each.name)) is not None:
+      kind = f"{_dtype(each).name} {list(each.variable.shape)}"
+      other = f"{dtypes[source].name} {shapes[source]}"
+      if kind != other:
+        lines.append(f"  {each.name}: {kind} in the model, {other} in {source}")
+  if lines:
+    raise ValueError(
+      "Shapes or dtypes differ:\n" + "\n".join(lines) + "\nBuild the model as"
+      " it was in TensorFlow 1, or match the variables with `names`."
     )
-  if not keras_private.is_built(innermost):
-    with _scope(weights[0]):
-      optimizer.build(list(trained))
+  # `names` has something else for a variable whose default is not used.
+  defaults = {each.default for each in wanted}
+  known = {*shapes, *done.matched, *done.unmatched_in_model}
+  unused = [k for k in names if not any(_fits(k, name) for name in known)]
+  theirs, ours = (
+    {
+      name: shape
+      for name, shape in unmatched.items()
+      if not _is_excluded(name, names) and name not in defaults
+    }
+    for unmatched in (done.unmatched_in_checkpoint, done.unmatched_in_model)
+  )
+  lines = _listed("in `names` only", dict.fromkeys(unused, ()))
+  lines += _listed("in the checkpoint only", theirs)
+  lines += _listed("in model and optimizer only", ours)
+  if lines:
+    raise ValueError(
+      "Not everything has a counterpart:\n" + "\n".join(lines) + "\nPass"
+      ' names={"in the model": "in the checkpoint"}, or None for what to leave'
+      " out, or iterations=STEPS; or add the missing variables."
+    )
+
+
+def _listed(side: str, shapes: Mapping[str, Any]) -> list[str]:
+  """Lists names and shapes under a heading; nothing if there are none."""
+  lines = [f"  {name} {list(shapes[name])}" for name in sorted(shapes)]
+  return [f"{side}:", *lines] if lines else []
 
 
 def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:

@@ -11,15 +11,11 @@ from tf_cross_shard._src.core.inner import kernels, v1_update
 
 
 def is_without_momentum(optimizer: Any) -> bool:
-  """Returns whether an optimizer is an SGD with a momentum of 0.
-
-  tf_keras creates slots for it that it never uses.
-  """
-  return (
-    "SGD" in [kind.__name__ for kind in type(optimizer).__mro__]
-    and not isinstance(optimizer, v1_update.V1Update)
-    and not float(optimizer.momentum)
-  )
+  """Returns whether it is an SGD whose slots, which tf_keras creates, idle."""
+  _, kind = _kind_of(optimizer)
+  is_sgd = kind is not None and kind.keras == "SGD"
+  is_v1 = isinstance(optimizer, v1_update.V1Update)
+  return is_sgd and not is_v1 and not float(optimizer.momentum)
 
 
 def name_and_factor(optimizer: Any) -> tuple[str, float]:
@@ -48,15 +44,15 @@ def name_and_factor(optimizer: Any) -> tuple[str, float]:
 def numbers(optimizer: Any, slots: Mapping[str, Any]) -> dict[str, int]:
   """Returns the number of each slot among the slots of TensorFlow 1.
 
-  A slot that Keras does not have is counted too. The result is empty for an
-  optimizer that TensorFlow 1 did not have.
+  It is empty for an optimizer that TensorFlow 1 did not have.
   """
   _, kind = _kind_of(optimizer)
   if kind is None:
     return {}
   centered = "Centered" if getattr(optimizer, "centered", False) else ""
-  found: dict[str, int] = {}
   kernel = kernels.KERNELS[centered + kind.kernel]
+  found: dict[str, int] = {}
+  # A slot that Keras does not have is counted, too.
   for number, attribute in enumerate(kernel.slots.values()):
     of_all = set(map(id, getattr(optimizer, attribute, None) or ()))
     for name, slot in slots.items():
