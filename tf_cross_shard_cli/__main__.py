@@ -1,6 +1,5 @@
 """The command line: `tf-cross-shard`, or `python -m tf_cross_shard`.
 
-    groups              draw groups of replicas
     compile             compile a step for a TPU slice, without a TPU
     convert-checkpoint  convert a checkpoint of TensorFlow 1
     launch              start a program as several workers
@@ -11,7 +10,7 @@ imports TensorFlow. So `--help` and mistakes do not take seconds.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
@@ -22,10 +21,6 @@ from typing import Any, Final
 
 from tf_cross_shard_cli import doctor, launch
 
-_GROUPS: Final = """
-Draws which replicas sum their gradients together. Describe the groups with one
-of --assignment, --contiguous, --strided, --singletons and --along.
-"""
 _COMPILE: Final = """
 Compiles a training step with the TPU compiler. Reports which data the replicas
 exchange and how much memory they need.
@@ -73,30 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     prog="tf-cross-shard",
     description="Tools for training with tf_cross_shard.CrossShardOptimizer.",
   )
-  number = _module_alone("core/versions.py").own_version()
+  number = doctor.version("tf-cross-shard") or "0+source"
   version = f"tf-cross-shard {number}"
   parser.add_argument("--version", action="version", version=version)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-  about = "draw groups of replicas"
-  command = commands.add_parser("groups", help=about, description=_GROUPS)
-  command.set_defaults(command=_groups)
-  add = command.add_mutually_exclusive_group(required=True).add_argument
-  rows = "the replicas of each group, such as '[[0, 1], [2, 3]]'"
-  add("--assignment", nargs=1, type=_assignment, metavar="ROWS", help=rows)
-  for kind, example in (
-    ("--contiguous", "groups of neighbors; 4 2 gives [[0, 1], [2, 3]]"),
-    ("--strided", "groups at equal steps; 4 2 gives [[0, 2], [1, 3]]"),
-  ):
-    counts = ("REPLICAS", "GROUP_SIZE")
-    add(kind, nargs=2, type=int, metavar=counts, help=example)
-  alone = "each replica is a group"
-  add("--singletons", nargs=1, type=int, metavar="REPLICAS", help=alone)
-  along = "devices of --topology that differ only in this coordinate"
-  add("--along", choices=("x", "y", "z", "core"), help=along)
-  add = command.add_argument
-  add("--topology", help="the TPU slice of the replicas, such as v5e:4x2")
-  add("--names", nargs="+", metavar="NAME", help="a name for each group")
 
   about = "compile a step for a TPU slice, without a TPU"
   command = commands.add_parser("compile", help=about, description=_COMPILE)
@@ -141,16 +116,6 @@ def _parser() -> argparse.ArgumentParser:
   return parser
 
 
-def _assignment(text: str) -> Any:
-  """Parses an `--assignment`; the class `Groups` checks it."""
-  try:
-    return json.loads(text)
-  except ValueError:
-    raise argparse.ArgumentTypeError(
-      f"must be groups such as '[[0, 1], [2, 3]]'; got {text!r}."
-    ) from None
-
-
 def _function_name(text: str) -> str:
   """Returns `text` if it has the form MODULE:FUNCTION."""
   if not re.fullmatch(r"[^:]+:[^:]+", text):
@@ -179,61 +144,17 @@ def _names(path: str) -> dict[str, str | None]:
     ) from None
 
 
-def _module_alone(file: str) -> Any:
-  """Loads a file of `tf_cross_shard/_src` alone, without TensorFlow."""
-  package: Any = importlib.util.find_spec("tf_cross_shard")
-  path = pathlib.Path(package.origin).parent / "_src" / file
-  spec: Any = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-def _virtual_tpu() -> Any:
-  """Imports `virtual_tpu`, unless the TPU compiler is not installed."""
-  xla = _module_alone("virtual_tpu/xla.py")
-  xla.require(*xla.TESTED)  # Before the seconds that TensorFlow takes.
-  return importlib.import_module("tf_cross_shard.virtual_tpu")
-
-
 def _doctor(options: argparse.Namespace) -> str:
   """Returns a report on the installation."""
   del options
   return doctor.examine()
 
 
-def _groups(options: argparse.Namespace) -> str:
-  """Returns a drawing of the groups."""
-  if options.along and not options.topology:
-    raise ValueError(
-      "--along needs --topology, which gives each device its coordinates."
-    )
-  lib = _module_alone("core/groups.py")
-  groups = None
-  for builder, arguments in (
-    (lib.Groups, options.assignment),
-    (lib.contiguous, options.contiguous),
-    (lib.strided, options.strided),
-    (lib.singletons, options.singletons),
-  ):
-    if arguments:
-      groups = builder(*arguments)
-  if options.topology:
-    coordinates = _virtual_tpu().coordinates(options.topology)
-    groups = groups or lib.along(coordinates, options.along)
-    if len(coordinates) != groups.num_replicas:
-      raise ValueError(
-        f"--topology {options.topology} has {len(coordinates)} devices; the"
-        f" groups hold {groups.num_replicas} replicas. Give each device one"
-        " replica."
-      )
-  return str(lib.Groups(groups, names=options.names).draw())
-
-
 def _compile(options: argparse.Namespace) -> str:
   """Compiles a step; returns the compiler's report."""
   module, step = _load(options.step)
-  virtual_tpu = _virtual_tpu()
+  from tf_cross_shard import virtual_tpu
+
   strategies = [
     value
     for value in vars(module).values()

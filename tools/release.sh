@@ -43,6 +43,6 @@ say "installing ${wheels[0]} with TensorFlow into an empty environment"
 "${pip[@]}" check
 cd "$scratch"  # Where no sources are.
 venv/bin/tf-cross-shard --version
-venv/bin/tf-cross-shard groups --contiguous 8 4
+venv/bin/tf-cross-shard doctor
 venv/bin/python program.py
 say "${wheels[0]} works"

@@ -48,36 +48,6 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
   return name
 
 
-@pytest.mark.parametrize(
-  ("words", "groups"),
-  [
-    (["--assignment", "[[0, 2], [1, 3]]"], ["0  o-----o", "1     o-----o"]),
-    (["--contiguous", "4", "2"], ["0  o--o", "1        o--o"]),
-    (["--singletons", "3"], ["0  o", "1     o", "2        o"]),
-    (
-      [
-        "--along",
-        "y",
-        "--topology",
-        "v5e:2x2",
-        "--names",
-        "group x",
-        "group y",
-      ],
-      ["x  o-----o", "y     o-----o"],
-    ),
-  ],
-)
-def test_groups(
-  words: list[str], groups: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-  status, out, err = _main(capsys, "groups", *words)
-  assert (status, err) == (0, "")
-  first, *lines = out.splitlines()
-  assert first.startswith("replica  0  1  2")
-  assert lines == [f"group {group}" for group in groups]
-
-
 def test_compile_to_table(
   steps: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,11 +76,6 @@ def test_compile_by_signature_to_json(
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["groups", "--assignment", "[[0,1],[1,0]]"], "replica 0 is in it twice"),
-    (
-      ["groups", "--singletons", "3", "--topology", "v5e:2x2"],
-      "v5e:2x2 has 4 devices; the groups hold 3 replicas",
-    ),
     (["compile", "STEPS:number", *COMPILE, "int8[]"], "no function 'number'"),
     (["compile", "STEPS:total", *COMPILE, "float33[2]"], "'float33' to a"),
     (["compile", "STEPS:total", *COMPILE[:2]], "missing 1 required positional"),
@@ -134,8 +99,6 @@ def test_errors(
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["groups", "--assignment", "[["], "such as '[[0, 1], [2, 3]]'; got '[['"),
-    (["groups", "--assignment", "0 1 2"], "as '[[0, 1], [2, 3]]'; got '0 1 2'"),
     (["compile", "step", *COMPILE, "x"], "MODULE:FUNCTION; got 'step'"),
     (["compile", "a:b", *COMPILE, "half"], "and a shape, such as 'float32[8"),
     (["convert-checkpoint", "a", "b", "--program", "c"], "got 'c'"),
@@ -170,8 +133,6 @@ def test_usage(
     (["launch", "--help"], 0, "--nodes"),
     (["doctor", "--help"], 0, "TF_CONFIG"),
     (["launch", "--workers=1", "-m", "this"], 0, "[worker 0] The Zen of"),
-    (["groups", "--along", "x"], 2, "--along needs --topology"),
-    (["groups", "--contiguous", "4", "3"], 2, "3 does not divide 4"),
     (["compile", "none_such:f", *COMPILE, "x[]"], 2, "No module named"),
     (["convert-checkpoint", "a", "b", "--program", "none_such:f"], 2, "No mod"),
   ],

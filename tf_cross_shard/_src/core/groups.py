@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tf_cross_shard._src.core import validation
+
 __all__ = [
   "AXES",
   "Groups",
@@ -34,6 +36,7 @@ __all__ = [
 
 # The coordinates of a device in a TPU slice.
 AXES: Final = ("x", "y", "z", "core")
+_EXAMPLE: Final = "Pass, for example, 2."
 _REMEDY: Final = (
   "Give one row of replica ids per group, all rows of one length, such as"
   " [[0, 1], [2, 3]]."
@@ -102,7 +105,7 @@ class Groups:
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
     expected = None
     if self.num_replicas != -1:
-      _check_positive("num_replicas", self.num_replicas)
+      validation.check_integer("num_replicas", self.num_replicas, _EXAMPLE)
       expected = self.num_replicas
     index = _group_index(rows, expected, value)
     object.__setattr__(
@@ -328,26 +331,12 @@ def along(
 
 def _check_division(num_replicas: int, group_size: int) -> None:
   """Raises `ValueError` unless groups of this size cover the replicas."""
-  _check_positive("num_replicas", num_replicas)
-  _check_positive("group_size", group_size)
+  validation.check_integer("num_replicas", num_replicas, _EXAMPLE)
+  validation.check_integer("group_size", group_size, _EXAMPLE)
   if num_replicas % group_size:
     raise ValueError(
       f"`group_size` must divide `num_replicas`; {group_size} does not divide"
       f" {num_replicas}. All groups have the same size."
-    )
-
-
-def _check_positive(name: str, value: Any) -> None:
-  """Raises `ValueError` unless `value` is an integer of at least 1.
-
-  `validation.check_integer` does the same, but imports TensorFlow. The command
-  line draws groups without it.
-  """
-  is_integer = isinstance(value, (int, np.integer))
-  if isinstance(value, bool) or not is_integer or value < 1:
-    raise ValueError(
-      f"`{name}` must be an integer of at least 1; got {value!r}. Pass, for"
-      " example, 2."
     )
 
 
