@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import internals
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private, v1_update
@@ -247,7 +246,7 @@ def _state(
   """Yields slots, other variables, and the number of steps as the last one."""
   innermost = inner_lib.innermost(optimizer)
   # With `shard_update`, slots are in parts; this state has whole slots.
-  state = names_lib.sharded_state(optimizer) or (internals.state_of(innermost))
+  state = names_lib.sharded_state(optimizer) or inner_lib.adapter_of(innermost)
   v1_name, factor = v1_slots.name_and_factor(innermost)
   rates = names_lib.learning_rates(innermost)
   known = {id(innermost.iterations), *map(id, rates)}
