@@ -119,9 +119,6 @@ def mark(model: Any, epoch: int) -> None:
     set_groups(variable, [10 * epoch, 10 * epoch + 1])
 
 
-# The tag of the summary that TensorBoard's HParams plugin reads from a run.
-
-
 def curves(folder: pathlib.Path) -> dict[str, Any]:
   """Returns the values that TensorBoard reads from a run, by tag."""
   [file] = folder.iterdir()

@@ -143,6 +143,12 @@ def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
   again = callbacks.GroupCheckpoint(path)
   _fit(model, 1, callbacks.GroupMetrics(_data()), again)
   assert all(new <= old for new, old in zip(again.best, best, strict=True))
+  with tf.io.gfile.GFile(path, "rb") as file:
+    data = file.read()
+  with tf.io.gfile.GFile(path, "wb") as file:  # The write was killed.
+    file.write(data[: len(data) // 2])
+  _fit(model, 1, callbacks.GroupMetrics(_data()), again)
+  assert max(again.best_epoch) == 0
 
 
 def test_searches_in_a_folder(folder: str) -> None:

@@ -94,8 +94,10 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     with group_state.raising_on_all(copies.workers, topic) as outcomes:
       if copies.is_first:
         paths_lib.make_folder(self._path.parent)
+        # If the first write was killed where a rename is not atomic, no epoch
+        # was best yet.
         with paths_lib.as_os_errors(self._path):
-          exists = self._path.exists()
+          exists = self._path.exists() and archive.is_complete(self._path)
         outcomes[0]["numbers"] = self._read() if exists else {}
     self.set_state(outcomes[0]["numbers"])
     self._is_new = False
