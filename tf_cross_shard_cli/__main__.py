@@ -145,7 +145,6 @@ def _names(path: str) -> dict[str, str | None]:
 
 
 def _doctor(options: argparse.Namespace) -> str:
-  """Returns a report on the installation."""
   del options
   return doctor.examine()
 

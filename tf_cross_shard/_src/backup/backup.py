@@ -155,7 +155,6 @@ class BackupAndRestore(group_callback.GroupCallback):
       self.call_after_batches(self._end_batch)
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Restores the newest backup."""
     super().on_train_begin(logs)
     strategy, optimizer = self.model.distribute_strategy, self.model.optimizer
     # `same_fit` returns the callbacks in their order.

@@ -113,7 +113,6 @@ class BackupFiles:
         paths_lib.delete(path)
 
   def _backups(self) -> list[epath.Path]:
-    """Returns all backups, the newest last."""
     paths = paths_lib.list_folder(self.folder)
     return sorted(filter(_place, paths), key=_place)
 

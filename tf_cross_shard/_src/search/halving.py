@@ -252,12 +252,10 @@ class Halving(group_callback.GroupMonitor):
 
   @property
   def _optimizer_settings(self) -> set[str]:
-    """The names that `group_settings` may contain."""
     innermost = inner_lib.innermost(self.model.optimizer)
     return {*settings.LIMITS, *vars(innermost)} - {_RATE}
 
   def set_model(self, model: Any) -> None:
-    """Sets the model; makes learning rates settable if the trials set them."""
     super().set_model(model)
     if _RATE in self.names:
       group_rates.prepare(model, type(self).__name__)
@@ -538,5 +536,4 @@ class Halving(group_callback.GroupMonitor):
     return self._path(f"states/trial_{number}_rung_{rung}")
 
   def _path(self, name: str) -> epath.Path:
-    """Returns the path of a file in the folder."""
     return self._folder / f"{name}.npz"
