@@ -1,19 +1,16 @@
 """The training programs that `preemptions.py` kills.
 
 `train` is one worker of a program, and resumes from its backup if there is one.
-It appends events with their times to the file `log_<worker>` in a folder, as
-JSON lines `[time, kind, ...]`. It writes the metrics of each epoch to
-`history_<worker>`, and the final state to `end.npz`.
+It appends JSON lines `[time, kind, ...]` to the file `log_<worker>`, and the
+metrics of each epoch to `history_<worker>`. At last it writes `end.npz`.
 """
 
-import dataclasses
 import json
 import pathlib
+import random
 import time
 from collections.abc import Mapping
-from typing import Any
-
-import failing_storage
+from typing import Any, NamedTuple
 
 from tests.support import fit_outcome, forking
 
@@ -22,36 +19,24 @@ from tests.support import fit_outcome, forking
 
 EPOCHS, STEPS = 4, 40  # Of each `fit`.
 ROWS = 50  # Of the embedding table.
+SLOWEST, FAILING = 0.01, 0.2  # Seconds of an operation; share that fails.
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-  """One program.
+class Program(NamedTuple):
+  """One program: arguments of CrossShardOptimizer and of BackupAndRestore."""
 
-  Attributes:
-    options: The arguments of CrossShardOptimizer.
-    backup: The arguments of BackupAndRestore.
-    is_search: Whether `Halving` trains trials, in place of other callbacks.
-    patience: The `patience` of GroupEarlyStopping. With 0, each group stops
-      in another epoch.
-    has_table: Whether the model has an embedding table.
-    has_limits: Whether each group has its own `clipnorm`.
-    on_workers: Whether it also runs on several workers.
-  """
-
-  options: dict[str, Any] = dataclasses.field(default_factory=dict)
-  backup: dict[str, Any] = dataclasses.field(default_factory=dict)
+  options: dict[str, Any]
+  backup: dict[str, Any]
+  patience: int = 9  # With 0, each group stops in another epoch.
   is_search: bool = False
-  patience: int = 9
   has_table: bool = False
-  has_limits: bool = False
-  on_workers: bool = True
+  has_limits: bool = False  # Whether each group has its own `clipnorm`.
 
 
 PROGRAMS = {
   "windows": Program({"accumulate_steps": 3}, {"every": 7}),
   "shards": Program({"shard_update": True}, {"every": 5, "keep": 2}),
-  "by_variable": Program({"shard_update": "by_variable"}),
+  "by_variable": Program({"shard_update": "by_variable"}, {}),
   "rows": Program({"lazy_rows": True}, {"every_seconds": 0.5}, has_table=True),
   "settings": Program(
     {"wire_dtype": "bfloat16", "skip_nonfinite": True},
@@ -63,7 +48,7 @@ PROGRAMS = {
     {"every": 6, "every_seconds": 0.2},
   ),
   "early_stopping": Program({}, {"every": 13}, patience=0),
-  "halving": Program({}, {"every": 9}, is_search=True, on_workers=False),
+  "halving": Program({}, {"every": 9}, is_search=True),  # On one worker.
 }
 
 
@@ -77,45 +62,51 @@ def train(
 ) -> None:
   """Trains one worker, in a process that was forked for it.
 
-  Args:
-    folder: The folder of the logs and of the final state.
-    name: The name of the program.
-    worker: The number of this worker.
-    storage: The folder or URL of backups, best weights and trials.
-    output: The file for stdout and stderr.
-    environment: Environment variables to set. TF_CONFIG names the workers.
+  Logs and the final state go to `folder`; backups, best weights and trials to
+  the path or URL `storage`; stdout and stderr to `output`.
   """
   forking.prepare(output, environment)
-  failing_storage.act_as_server(storage)
   program = PROGRAMS[name]
   import numpy as np
   import tensorflow as tf
 
-  from tf_cross_shard import (
-    callbacks,
-    local_strategy,
-    multi_worker,
-    replica_state,
-  )
+  import tf_cross_shard as tcs
+  from tf_cross_shard import callbacks, multi_worker, trials
 
+  if storage.startswith("gs://"):
+    _make_bucket(folder)
   log = (folder / f"log_{worker}").open("a", buffering=1)
 
   def note(*what: Any) -> None:
     print(json.dumps([time.time(), *what]), file=log)
 
   if not environment:
-    strategy, groups = local_strategy(4), [[0, 2], [1, 3]]
+    strategy, groups = tcs.local_strategy(4), [[0, 2], [1, 3]]
   else:
     strategy = multi_worker.MultiWorkerStrategy()
-    workers = strategy.num_replicas_in_sync
     # Only members of one group divide weights. So pairs train together.
     size = 2 if program.options.get("shard_update") else 1
+    workers = strategy.num_replicas_in_sync
     groups = np.arange(workers).reshape(-1, size).tolist()
   note("started")
   tf.keras.utils.set_random_seed(1)
-  x, y = make_data(program)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(8 * STEPS, 6)).astype("float32")
+  if program.has_table:
+    x = rng.integers(0, ROWS, (8 * STEPS, 6)).astype("int32")
+  y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   with strategy.scope():
     model = make_model(program, groups)
+    rates = [{"learning_rate": 0.1 / 2**i} for i in range(4)]
+    table = trials.Table(rates, groups)
+  epochs = EPOCHS
+  stop = callbacks.GroupEarlyStopping(patience=program.patience)
+  best = callbacks.GroupCheckpoint(f"{storage}/best.npz")
+  reduce = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  used: list[Any] = [reduce, stop, best]
+  if program.is_search:
+    search = callbacks.Halving(table, f"{storage}/trials", epochs=2, factor=2)
+    epochs, used = search.total_epochs, [search]
   backup = callbacks.BackupAndRestore(
     f"{storage}/backup",
     # The process may be killed after `fit` and before the final state is saved.
@@ -123,47 +114,36 @@ def train(
     on_preemption=True,
     **program.backup,
   )
-  epochs, extra = make_callbacks(program, storage, model.optimizer.groups)
-  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+
+  class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Logs each batch, trained or skipped."""
+
+    epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+      self.epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+      kind = "passed over" if backup.is_skipping_batches else "trained"
+      note(kind, self.epoch * STEPS + batch)
+
   sharding = tf.data.Options()
   sharding.experimental_distribute.auto_shard_policy = (
     tf.data.experimental.AutoShardPolicy.DATA
   )
   model.fit(
-    data.with_options(sharding),
+    tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(sharding),
     epochs=epochs,
     verbose=0,
     callbacks=[
-      callbacks.GroupMetrics((x[:8], -y[:8])),
-      *extra.values(),
-      make_log(note, backup),
-      fit_outcome.history(folder / f"history_{worker}"),
-      backup,
-      # Comes after the backup callback, which restores the backup.
-      tf.keras.callbacks.LambdaCallback(
-        on_train_begin=lambda logs: note("restored")
-      ),
+      *(callbacks.GroupMetrics((x[:8], -y[:8])), *used, Log()),
+      *(fit_outcome.history(folder / f"history_{worker}"), backup),
     ],
   )
   # The file holds all groups; the log holds the best values of callbacks.
-  replica_state.save(folder / "end.npz", model.optimizer, model)
-  if program.is_search:
-    note("end", repr(extra["search"].table))
-  else:
-    stop, best = extra["stop"], extra["best"]
-    note("end", stop.best, stop.best_epoch, best.best)
-
-
-def make_data(program: Program) -> tuple[Any, Any]:
-  """Returns the examples of one epoch: inputs and targets."""
-  import numpy as np
-
-  rng = np.random.default_rng(0)
-  if program.has_table:
-    x = rng.integers(0, ROWS, (8 * STEPS, 6)).astype("int32")
-  else:
-    x = rng.normal(size=(8 * STEPS, 6)).astype("float32")
-  return x, rng.normal(size=(8 * STEPS, 1)).astype("float32")
+  tcs.replica_state.save(folder / "end.npz", model.optimizer, model)
+  found = [stop.best, stop.best_epoch, best.best]
+  note("end", *([str(table)] if program.is_search else found))
 
 
 def make_model(program: Program, groups: list[list[int]]) -> Any:
@@ -190,46 +170,63 @@ def make_model(program: Program, groups: list[list[int]]) -> Any:
   # A search sets the learning rates itself.
   rates = [0.03 / (1 + i) for i in range(len(groups))]
   rate = 0.01 if program.is_search else schedules.PerGroup(rates)
-  optimizer = CrossShardOptimizer(
-    tf.keras.optimizers.Adam(rate), group_assignment=groups, **options
+  adam = tf.keras.optimizers.Adam(rate)
+  model.compile(
+    CrossShardOptimizer(adam, group_assignment=groups, **options), "mse"
   )
-  model.compile(optimizer, "mse")
   return model
 
 
-def make_callbacks(
-  program: Program, storage: str, groups: Any
-) -> tuple[int, dict[str, Any]]:
-  """Returns the number of epochs, and the program's callbacks by name."""
-  from tf_cross_shard import callbacks, trials
-
-  if program.is_search:
-    table = trials.Table(
-      [{"learning_rate": 0.1 / 2**i} for i in range(4)], groups
-    )
-    search = callbacks.Halving(table, f"{storage}/trials", epochs=2, factor=2)
-    return search.total_epochs, {"search": search}
-  return EPOCHS, {
-    "reduce": callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1),
-    "stop": callbacks.GroupEarlyStopping(patience=program.patience),
-    "best": callbacks.GroupCheckpoint(f"{storage}/best.npz"),
-  }
+def flag(storage: pathlib.Path) -> pathlib.Path:
+  """Returns the file that exists while a bucket does not answer."""
+  return storage.with_name(f"{storage.name}_fails")
 
 
-def make_log(note: Any, backup: Any) -> Any:
-  """Returns a callback that logs each batch, trained or skipped."""
+def _make_bucket(folder: pathlib.Path) -> None:
+  """Keeps `gs://` in a folder; its operations are slow, and may fail.
+
+  A new file is incomplete while another file is renamed to it.
+  """
   import tensorflow as tf
 
-  class Log(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Logs each batch."""
+  from tests.support import bucket
 
-    epoch = 0
+  # TensorFlow's seed must not decide: every start would fail at one place.
+  rng = random.SystemRandom()
+  functions = bucket.functions(folder)
+  move = functions["rename"]
+  is_failing = flag(folder / "storage").exists
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-      self.epoch = epoch
+  def serve(seconds: float = SLOWEST) -> None:
+    time.sleep(rng.uniform(0, seconds))
+    if is_failing() and rng.random() < FAILING:
+      raise tf.errors.UnavailableError(None, None, "the bucket does not answer")
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-      kind = "passed over" if backup.is_skipping_batches else "trained"
-      note(kind, self.epoch * STEPS + batch)
+  def served(function: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
+      serve()
+      return function(*args, **options)
 
-  return Log()
+    return call
+
+  class File(functions["GFile"]):  # type: ignore[misc]
+    """A file of the bucket."""
+
+    def write(self, data: Any) -> None:
+      serve(0)
+      super().write(data)
+
+  def rename(old: str, new: str, overwrite: bool = False) -> None:
+    source, target = (folder / p.removeprefix("gs://") for p in (old, new))
+    if not target.exists():
+      # A process that is killed here leaves half of the file.
+      data = source.read_bytes()
+      target.write_bytes(data[: len(data) // 2])
+      serve()
+    move(old, new, overwrite=overwrite)
+
+  for name in ("listdir", "makedirs", "remove", "stat"):
+    functions[name] = served(functions[name])
+  functions |= {"GFile": File, "rename": served(rename)}
+  for name, function in functions.items():
+    setattr(tf.io.gfile, name, function)
