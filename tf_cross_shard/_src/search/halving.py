@@ -289,7 +289,7 @@ class Halving(group_callback.GroupMonitor):
     """Raises an error if the optimizer cannot take the settings of a trial."""
     # Try the settings of each trial on all groups, and then restore the
     # settings.
-    before = self._step.context.settings.group_settings
+    before = self._step.settings.group_settings
     names = self._optimizer_settings.intersection(self.names)
     try:
       for trial in self.table:
@@ -506,7 +506,7 @@ class Halving(group_callback.GroupMonitor):
     rows = [self.table[n].settings for n in self._trial_of_each_group()]
     if _RATE in self.names:
       group_rates.write(self.model, [row[_RATE] for row in rows])
-    before = self._step.context.settings.group_settings or {}
+    before = self._step.settings.group_settings or {}
     names = self._optimizer_settings.intersection(self.names)
     after = before | {name: [row[name] for row in rows] for name in names}
     if after != before:

@@ -8,12 +8,16 @@ program would not find the same names.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
+
+if TYPE_CHECKING:
+  from tf_cross_shard._src.core import step as step_lib
+  from tf_cross_shard._src.core import warnings as warnings_lib
 
 
 def nested_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -207,12 +211,12 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
 
 
-def group_warnings_of(optimizer: Any) -> list[Any]:
+def group_warnings_of(optimizer: Any) -> "list[warnings_lib.GroupWarnings]":
   """Returns the `GroupWarnings` of each CrossShardOptimizer."""
   return [step.warnings for step in steps_of(optimizer)]
 
 
-def steps_of(optimizer: Any) -> list[Any]:
+def steps_of(optimizer: Any) -> "list[step_lib.Step]":
   """Returns the `step.flow.StepPipeline` of each CrossShardOptimizer inside."""
   all_nested = nested_optimizers(optimizer)
   return list(filter(None, map(parts.find_step, all_nested)))
