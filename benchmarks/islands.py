@@ -2,7 +2,6 @@
 
     python benchmarks/islands.py --megabits=100 --json=islands.json
     python benchmarks/islands.py --cases=every,every+bfloat16 --rounds=2
-    python benchmarks/islands.py --digits   # loss and accuracy, in one process
 
 The workers connect to ports of this process. It forwards their traffic through
 a token bucket for each direction, which limits the bits per second and counts
@@ -36,15 +35,8 @@ import numpy as np
 import tensorflow as tf
 import timing
 from absl import app, flags, logging
-from sklearn import datasets
 
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  callbacks,
-  local_strategy,
-  multi_worker,
-  replica_state,
-)
+from tf_cross_shard import CrossShardOptimizer, callbacks, multi_worker
 from tf_cross_shard_cli import launch
 
 _MEGABITS = flags.DEFINE_float("megabits", 100.0, "A second, each way.", 0.1)
@@ -52,13 +44,11 @@ _ROUNDS = flags.DEFINE_integer("rounds", 3, "Measured rounds of H steps.", 1)
 _COMPUTES = flags.DEFINE_float("computes", 50.0, "Milliseconds of a step.", 0.0)
 _EVERY = flags.DEFINE_integer("every", 20, "H.", 4)
 _CASES = flags.DEFINE_list("cases", [], "Names of cases; all if empty.")
-_DIGITS = flags.DEFINE_bool("digits", False, "Measure loss and accuracy.")
 _TIMEOUT = flags.DEFINE_integer("timeout", 1200, "Seconds for all of it.", 1)
 _JSON = flags.DEFINE_string("json", None, "File to write the figures to.")
 
 LAYERS = (512, 512, 512, 512, 512, 10)  # 4.2 MB, most of it in four kernels
 BATCH_SIZE = 8
-_DIGITS_STEPS, _SEEDS = 400, range(3)
 _CHUNK = 1 << 14  # bytes that are forwarded together
 # Arguments of OuterOptimizer by name. With `every` of 0 they are arguments of a
 # CrossShardOptimizer with one group, which sums gradients in each step.
@@ -155,7 +145,10 @@ def measure(
   strategy: tf.distribute.Strategy, options: dict[str, Any]
 ) -> dict[str, Any]:
   """Trains one case; returns begin, end and the duration of each step."""
-  groups, own, outer = _way(options, replicas=2)
+  options = {"every": _EVERY.value, **options}
+  groups, outer = None, None
+  if options["every"]:
+    groups, outer = [[0], [1]], callbacks.OuterOptimizer(**options)
   with strategy.scope():
     model = tf.keras.Sequential(
       [
@@ -169,7 +162,7 @@ def measure(
       group_assignment=groups,
       loss_averaged_over="replica",
       scale_gradients=True,
-      **own,
+      wire_dtype=options.get("wire_dtype") if outer is None else None,
     )
     optimizer.build(model.trainable_variables)
   if outer is not None:
@@ -208,80 +201,6 @@ def measure(
   }
 
 
-def _way(
-  options: dict[str, Any], replicas: int
-) -> tuple[Any, dict[str, Any], Any]:
-  """Returns groups, arguments of the optimizer, and OuterOptimizer or None."""
-  options = {"every": _EVERY.value, **options}
-  if options["every"]:
-    groups = [[i] for i in range(replicas)]
-    return groups, {}, callbacks.OuterOptimizer(**options)
-  del options["every"]
-  return None, options, None
-
-
-def learn(
-  strategy: tf.distribute.Strategy, options: dict[str, Any], seed: int
-) -> tuple[float, float]:
-  """Trains groups of one replica on digits, and averages their weights.
-
-  Returns:
-    Loss and accuracy of the averaged model on images of the test set.
-  """
-  replicas = strategy.num_replicas_in_sync
-  images, labels = datasets.load_digits(return_X_y=True)
-  images = (images / 16).astype("f")
-  is_test = np.arange(len(labels)) % 5 == 0
-  tf.keras.utils.set_random_seed(seed)
-  groups, own, outer = _way(options, replicas)
-  with strategy.scope():
-    model = tf.keras.Sequential(
-      [
-        tf.keras.Input([64]),
-        *[tf.keras.layers.Dense(64, "relu") for _ in range(4)],
-        tf.keras.layers.Dense(10),
-      ]
-    )
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.Adam(0.003), group_assignment=groups, **own
-    )
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
-  data = tf.data.Dataset.from_tensor_slices(
-    (images[~is_test], labels[~is_test])
-  )
-  data = data.shuffle(2000, seed).repeat().batch(16 * replicas)
-  model.fit(
-    data,
-    steps_per_epoch=_DIGITS_STEPS,
-    verbose=0,
-    callbacks=[] if outer is None else [outer],
-  )
-  replica_state.average(optimizer, model)
-  plain = replica_state.load_group(model, 0, optimizer)
-  plain.compile(loss=loss, metrics=["accuracy"])
-  result = plain.evaluate(images[is_test], labels[is_test], verbose=0)
-  return result[0], result[1]
-
-
-def show_digits() -> list[dict[str, Any]]:
-  """Prints loss and accuracy of each case, over several seeds."""
-  strategy = local_strategy(4)
-  print(f"{_DIGITS_STEPS} steps, H = {_EVERY.value}, seeds {list(_SEEDS)}")
-  rows = []
-  for name in chosen():
-    if CASES[name].get("every"):
-      continue
-    found = [learn(strategy, CASES[name], seed) for seed in _SEEDS]
-    losses, accuracies = np.array(found).T
-    rows.append({"case": name, "losses": losses, "accuracies": accuracies})
-    print(f"{name:<34}{losses.mean():.4f} {np.round(losses, 4)}", end=" ")
-    print(
-      f"{accuracies.mean():.2%} {np.round(100 * accuracies, 1)}", flush=True
-    )
-  return rows
-
-
 def chosen() -> list[str]:
   """Returns the names of the cases to measure."""
   return _CASES.value or list(CASES)
@@ -302,9 +221,6 @@ def main(argv: Sequence[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # TensorFlow logs a lot.
   if "TF_CONFIG" in os.environ:
     work()
-    return
-  if _DIGITS.value:
-    show_digits()
     return
   os.environ["CUDA_VISIBLE_DEVICES"] = ""
   buckets = [Bucket(_MEGABITS.value * 1e6 / 8) for _ in range(2)]

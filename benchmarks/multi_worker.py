@@ -17,12 +17,9 @@ longer, most of it for the case "one by one" with its 1,000 collectives;
     training    forward pass, backward pass, reduction and update of a dense
                 network
     soak        threads and resident memory over many training steps
-    watch       what it costs to watch for stuck workers; runs only if you name
-                it: --parts=watch --steps=50
 
 --sweep compares bucket sizes and numbers of chains; those in use are in
-collectives/multi_worker.py. multi_worker_peers.py measures PyTorch and Horovod
-on the same gradients.
+core/reduce/multi_worker.py.
 """
 
 import os
@@ -36,7 +33,6 @@ from typing import Any
 from unittest import mock
 
 import contestants
-import multi_worker_peers as peers
 import numpy as np
 import tensorflow as tf
 import timing
@@ -75,7 +71,17 @@ SINGLE, NOTHING = "one by one", "nothing reduced"
 FOUR, ACCUMULATED = f"{OURS}, four batches", f"{OURS}, four in a window"
 _WINDOW = 4
 _SMALL = "2 MB in 1,000 tensors"
-_UNWATCHED = f"{OURS}, not watched"
+# By part: the number of tensors, and the float32 elements of each tensor.
+_BUFFERS = {
+  "50 MB in 100 tensors": (100, 125_000),
+  "50 MB in 1,000 tensors": (1000, 12_500),
+  _SMALL: (1000, 500),
+}
+_TRAINING = "MLP step, 12.7 MB of gradients"
+_LAYERS = (784, 1024, 1024, 1024, 256, 10)
+_BATCH_SIZE = 64
+# So small that weights stay finite, however often a step is repeated.
+_LEARNING_RATE = 1e-7
 # By case: the baseline, and the largest ratio to it that meets the goal.
 _GOALS = {OURS: (KERAS, 1.0), BFLOAT16: (KERAS, 0.65)}
 _GOALS_OF_SMALL = {OURS: (SINGLE, 0.2)}
@@ -170,7 +176,7 @@ def measure_reduction(
     for rows in _GROUPINGS:
       groups = groups_lib.Groups(rows)
       reducers[f"{OURS}, {groups.to_lists()}"] = ours(groups)
-  tensors, size = peers.BUFFERS[part]
+  tensors, size = _BUFFERS[part]
   grads = Gradients(tensors, size, _replica(strategy))
   steps = {
     case: grads.step(strategy, reducer, groups)
@@ -179,35 +185,10 @@ def measure_reduction(
   return _measure(strategy, part, steps, baselines=[KERAS, SINGLE])
 
 
-def measure_watch(strategy: tf.distribute.Strategy) -> list[timing.Row]:
-  """Measures what `stall_watch`, which finds stuck workers, adds to a sum."""
-  engine = reduce.for_strategy(strategy)
-  assert isinstance(engine, engines.MultiWorker)
-  rows: list[timing.Row] = []
-  for part, (tensors, size) in {
-    "4 kB in one tensor": (1, 1000),
-    _SMALL: peers.BUFFERS[_SMALL],
-  }.items():
-    grads = Gradients(tensors, size, _replica(strategy))
-    steps = {}
-    for case, watch in (
-      (OURS, engine._collectives._watch),
-      (_UNWATCHED, None),
-    ):
-      with mock.patch.object(engine._collectives, "_watch", watch):
-        steps[case] = grads.step(
-          strategy,
-          lambda grads: wire_lib.Wire(engine, None).sum(grads)[0],
-          engine.groups,
-        )
-    rows += _measure(strategy, part, steps, baselines=[_UNWATCHED])
-  return rows
-
-
 def measure_sweep(strategy: tf.distribute.Strategy) -> list[timing.Row]:
   """Measures the reduction with several bucket sizes and numbers of chains."""
-  part = next(iter(peers.BUFFERS))
-  tensors, size = peers.BUFFERS[part]
+  part = next(iter(_BUFFERS))
+  tensors, size = _BUFFERS[part]
   engine = reduce.for_strategy(strategy)
   assert isinstance(engine, engines.MultiWorker)
   groups = engine.groups
@@ -237,28 +218,28 @@ def training_steps(
 
   def ours(wire_dtype: str | None, **options: Any) -> Any:
     return tf_cross_shard.CrossShardOptimizer(
-      tf.keras.optimizers.Adam(peers.LEARNING_RATE),
+      tf.keras.optimizers.Adam(_LEARNING_RATE),
       reduction="sum",
       wire_dtype=wire_dtype,
       **options,
     )
 
   with strategy.scope():
-    hidden = [tf.keras.layers.Dense(n, "relu") for n in peers.LAYERS[1:-1]]
+    hidden = [tf.keras.layers.Dense(n, "relu") for n in _LAYERS[1:-1]]
     model = tf.keras.Sequential(
       [
-        tf.keras.Input([peers.LAYERS[0]]),
+        tf.keras.Input([_LAYERS[0]]),
         *hidden,
-        tf.keras.layers.Dense(peers.LAYERS[-1]),
+        tf.keras.layers.Dense(_LAYERS[-1]),
       ]
     )
     optimizers = {
-      KERAS: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
+      KERAS: tf.keras.optimizers.Adam(_LEARNING_RATE),
       OURS: ours(None),
       BFLOAT16: ours("bfloat16"),
       SHARDED: ours(None, shard_update=True),
       ACCUMULATED: ours(None, accumulate_steps=_WINDOW),
-      NOTHING: tf.keras.optimizers.Adam(peers.LEARNING_RATE),
+      NOTHING: tf.keras.optimizers.Adam(_LEARNING_RATE),
     }
     for optimizer in optimizers.values():
       optimizer.build(model.trainable_variables)
@@ -267,9 +248,9 @@ def training_steps(
   weights = model.trainable_variables
   rng = np.random.default_rng(_replica(strategy))
   inputs = tf.constant(
-    rng.standard_normal([peers.BATCH_SIZE, peers.LAYERS[0]]), tf.float32
+    rng.standard_normal([_BATCH_SIZE, _LAYERS[0]]), tf.float32
   )
-  labels = tf.constant(rng.integers(0, peers.LAYERS[-1], peers.BATCH_SIZE))
+  labels = tf.constant(rng.integers(0, _LAYERS[-1], _BATCH_SIZE))
 
   def training_step(optimizer: Any) -> tf.Tensor:
     with tf.GradientTape() as tape:
@@ -357,18 +338,16 @@ def work() -> dict[str, Any]:
   # The part soak comes first, while this process has little memory.
   if "soak" in _PARTS.value and _SOAK.value:
     soak = measure_soak(strategy, 20 if _QUICK.value else _SOAK.value)
-  for part in peers.BUFFERS:
+  for part in _BUFFERS:
     if ("small" if part == _SMALL else "tensors") in _PARTS.value:
       rows += measure_reduction(strategy, part)
   if "training" in _PARTS.value:
     rows += _measure(
       strategy,
-      peers.TRAINING,
+      _TRAINING,
       training_steps(strategy),
       baselines=[KERAS, FOUR],
     )
-  if "watch" in _PARTS.value:
-    rows += measure_watch(strategy)
   missed = missed_goals(rows)
   if rows:
     _say(strategy, "\n" + ("\n".join(missed) or "All goals are met."))
@@ -382,8 +361,15 @@ def _measure(
   baselines: Sequence[str],
 ) -> list[timing.Row]:
   """Times the steps in turns; the first worker prints a table."""
-  rounds = 1 if _QUICK.value else _ROUNDS.value
-  taken = peers.in_turns(steps, rounds, 1 if _QUICK.value else _STEPS.value)
+  rounds, repeats = (1, 1) if _QUICK.value else (_ROUNDS.value, _STEPS.value)
+  cases: dict[str, contestants.Step] = {}
+  for name, step in steps.items():
+    # This run is not counted: in it, workers wait for those that are still busy
+    # with the previous case.
+    cases[f"before {name}"] = step
+    cases[name] = lambda step=step: [step() for _ in range(repeats)]
+  times = timing.interleave(cases, rounds)
+  taken = {name: times[name] / repeats for name in steps}
   rows = timing.compare(part, taken, baselines)
   if _replica(strategy) == 0:
     timing.show(rows)
