@@ -21,7 +21,6 @@ trap say_time EXIT
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy
 .venv/bin/lint-imports --no-cache
-bash tools/private_names.sh
 # Two at a time: half of the time, tests wait for other processes. Slow tests
 # repeat at length what others show. tools/bazel_test.sh runs them.
 if (( $# == 0 )); then set -- --numprocesses=2 -m "not slow and not nightly"; fi
