@@ -39,6 +39,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.reduce import engine, isolation
 from tf_cross_shard._src.core.workers import stall_watch
 
 # The first of our group keys. tf.distribute numbers its own groups from 1, and
@@ -304,6 +305,46 @@ class CollectiveOps:
           shared_name=f"tf_cross_shard_order_{id(self)}_{replica}_{chain}",
         )
     return self._tokens[key]
+
+
+class CollectiveEngine(engine.Engine):
+  """An engine that sums and gathers by collective operations."""
+
+  # The operations, which all optimizers of the strategy share.
+  _collectives: CollectiveOps
+
+  def __init__(
+    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
+  ) -> None:
+    super().__init__(strategy, groups)
+    self._devices = tuple(strategy.extended.worker_devices)
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return self._collectives.run(ALL_REDUCE, tensors, *self._caller())
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return self._collectives.join_rows(tensors, *self._caller())
+
+  @property
+  def can_scatter(self) -> bool:
+    return keeps_order(self.groups)
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    if not keeps_order(self.groups):
+      return super().reduce_scatter(row)
+    return self._collectives.reduce_scatter(row, *self._caller())
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    if not keeps_order(self.groups):
+      return super().all_gather_part(part)
+    return self._collectives.all_gather(part, *self._caller())
+
+  def _caller(self) -> tuple[groups_lib.Groups, int, str]:
+    """Returns the groups, and the number and device of the calling replica."""
+    replica = isolation.replica_id()
+    assert replica is not None  # These strategies know it while tracing.
+    device = self._devices[replica - self.replicas_here.start]
+    return self.groups, replica, device
 
 
 def instance_key(

@@ -29,7 +29,6 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.reduce import (
-  collective_engine,
   collective_ops,
   isolation,
 )
@@ -41,7 +40,7 @@ from tf_cross_shard._src.core.reduce import layout as layouts
 _MERGE_BUCKET_BYTES: Final = 1 << 16
 
 
-class Mirrored(collective_engine.CollectiveEngine):
+class Mirrored(collective_ops.CollectiveEngine):
   """Collectives within groups of the devices of one process."""
 
   def __init__(

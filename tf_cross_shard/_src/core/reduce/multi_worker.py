@@ -20,7 +20,6 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.reduce import (
-  collective_engine,
   collective_ops,
   engine,
   isolation,
@@ -35,7 +34,7 @@ _BUCKET_BYTES: Final = 8 << 20
 _CHAINS: Final = 4
 
 
-class MultiWorker(collective_engine.CollectiveEngine):
+class MultiWorker(collective_ops.CollectiveEngine):
   """Collectives within groups of the replicas of several processes."""
 
   # Several buckets are sent at the same time, and the buckets of the last
