@@ -114,22 +114,6 @@ def test_a_worker_that_trains_by_itself(
   assert float(weight.numpy()) == -1.0  # 1 - 2 * 1
 
 
-def test_variable_descriptions_are_compared() -> None:
-  def known(**kwargs: Any) -> Any:
-    return strategy._Variable(kwargs)
-
-  kernel = known(name="dense_3/my kernel", initial_value=tf.zeros([2, 3]))
-  assert str(kernel) == "dense/my_kernel float32 (2, 3)"
-  assert not kernel.is_empty
-  assert known(shape=[2, 0]).is_empty
-  assert kernel.is_like(str(kernel))
-  assert kernel.is_like(str(known(name="dense/my kernel", dtype="float32")))
-  assert not kernel.is_like(str(known(name="dense/bias", dtype="float32")))
-  assert not kernel.is_like(
-    str(known(name="dense/my kernel", initial_value=tf.zeros([3, 3])))
-  )
-
-
 # ------------------------------------------------------------------- TF_CONFIG
 
 ADDRESSES = ["host0:12345", "host1:12345"]

@@ -3,8 +3,8 @@
 TensorFlow's own code does the training. The class here adds three things:
 
 - It checks TF_CONFIG. TensorFlow does not, and hangs if an index is wrong.
-- It raises an error if a worker does not start in time, if workers create
-  different variables, or if a worker is stuck while the others wait in a step.
+- It raises an error if a worker does not start in time, or if a worker is stuck
+  while the others wait in a step.
 - It makes Keras 3's `fit` work.
 
 TensorFlow's worker 0 waits for the others without a time limit, in a call that
@@ -21,13 +21,11 @@ their stack traces and exit.
 import contextlib
 import faulthandler
 import functools
-import itertools
 import json
 import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -35,21 +33,14 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core.workers import (
-  agreement,
-  errors,
-  key_value_store,
-  stall_watch,
-)
+from tf_cross_shard._src.core.workers import agreement, errors, key_value_store
+from tf_cross_shard._src.multi_worker import stall_watch
 
 # Seconds that TensorFlow adds to the time limit for registering.
 _SLACK: Final = 5.0
 # Seconds in which the first worker still tells the others of an error.
 _PAUSE: Final = 1.0
 _ADDRESS: Final = re.compile(r".+:\d{1,5}")
-# Numbers the strategies of a program. Workers that run the same program have
-# the same numbers.
-_series: Final = itertools.count()
 
 
 class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
@@ -105,26 +96,23 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       cluster_resolver = (
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
       )
-    self._series = next(_series)
-    self._ordinals = itertools.count()  # Numbers variables.
-    self._announcing = threading.local()
     with _limited_wait(cluster_resolver, self.timeout):
       super().__init__(cluster_resolver, communication_options)
     self._workers = agreement.of_strategy(self)
     agreement.compare_workers(self._workers, "the start")
-    self._watch = stall_watch.of_strategy(self)
+    # `collective_ops` runs the collectives of optimizers by it, too.
+    self.run_watched: Any = None
+    if self._workers is not None:
+      self.run_watched = stall_watch.StallWatch(self._workers).run
 
   @contextlib.contextmanager
   def scope(self) -> Iterator[Any]:
-    """Enters the strategy's scope; workers compare the variables created in it.
+    """Enters the strategy's scope.
 
     Returns:
       A context manager whose value is the strategy.
-
-    Raises:
-      DisagreementError: If workers create different variables.
     """
-    with super().scope(), tf.variable_creator_scope(self._create_checked):
+    with super().scope(), tf.variable_creator_scope(self._create):
       yield self
 
   def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -158,11 +146,11 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         )
     if axis is not None and self._is_scalar(value):
       axis = None
-    if self._watch is None:
+    if self.run_watched is None:
       return super().reduce(reduce_op, value, axis)
     local = self.experimental_local_results(value)
     inputs = [each for each in tf.nest.flatten(local) if tf.is_tensor(each)]
-    return self._watch.run_watched(
+    return self.run_watched(
       inputs, functools.partial(super().reduce, reduce_op, value, axis)
     )
 
@@ -172,106 +160,42 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       for local in self.experimental_local_results(value)
     )
 
-  def _create_checked(self, make: Callable[..., Any], **kwargs: Any) -> Any:
-    """Checks that the first worker creates the same variable, then creates it.
+  def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
+    """Creates a variable, or raises an error that says why it cannot.
 
-    Creating a variable waits until the first worker sends the initial value. If
-    the first worker creates fewer variables, that would be forever.
+    To create it, this worker waits until the first worker sends the initial
+    value.
     """
-    # If the scope was entered twice, this creator runs inside itself.
-    is_nested = getattr(self._announcing, "is_nested", False)
-    if self._workers is None or is_nested:
+    if self.run_watched is None or not tf.executing_eagerly():
       return make(**kwargs)
-    ordinal = next(self._ordinals)
-    variable = _Variable(kwargs)
-    self._compare(self._workers, ordinal, variable)
-    if variable.is_empty:
-      raise ValueError(
-        f"The variable {variable} is empty, and TensorFlow crashes when it"
-        " sends an empty variable to the other workers. Create it outside the"
-        " scope, or with at least one element."
-      )
-    self._announcing.is_nested = True
-    try:
-      return make(**kwargs)
-    except tf.errors.InvalidArgumentError as error:
-      cause = errors.from_message(str(error.message))
-      if not isinstance(cause, errors.DisagreementError):
-        raise
-      if not errors.is_reported(str(error.message)):
-        # The shapes differ. A shape may be known only after the variable is
-        # made, so the comparison did not find it.
-        name = self._workers.own_name
-        cause = errors.DisagreementError(
-          f"{cause} It is variable {ordinal} of {name}, {variable}."
-        )
-        key_value_store.report(self._workers.index, cause)
-      if self._workers.index == 0:
-        # TensorFlow tells the other workers from this process. If it ends too
-        # early, they only see that this worker is lost.
-        time.sleep(_PAUSE)
-      raise cause from error
-    finally:
-      self._announcing.is_nested = False
-
-  def _compare(
-    self, workers: agreement.Workers, ordinal: int, variable: "_Variable"
-  ) -> None:
-    """Raises an error unless the first worker makes the same variable.
-
-    The first worker does not wait for the others. If a worker differs, its
-    report makes the first worker fail too.
-    """
-    key = f"made/{self._series}/{ordinal}"
-    if workers.index == 0:
-      key_value_store.put(key, str(variable))
-      return
-    first = key_value_store.wait(key, time.monotonic() + workers.timeout)
-    if first is not None and variable.is_like(first):
-      return
-    makes = f"makes {first}" if first else "makes no more variables"
-    slow = agreement.if_slow(workers.timeout) if first is None else "."
-    error = errors.DisagreementError(
-      f"Workers create different variables: as number {ordinal}"
-      f" {workers.own_name} makes {variable}, where {workers.names[0]} {makes}."
-      f" Run the same program on every worker{slow}"
-    )
-    key_value_store.report(workers.index, error)
-    raise error
-
-
-class _Variable:
-  """Name, dtype and shape of a variable that is about to be made.
-
-  The dtype or shape is "?" if it is not known yet.
-  """
-
-  def __init__(self, kwargs: dict[str, Any]) -> None:
-    initial = kwargs.get("initial_value")
-    dtype = kwargs.get("dtype") or getattr(initial, "dtype", None)
+    name = kwargs.get("name") or "Variable"
     shape = kwargs.get("shape")
     if shape is None:
-      shape = getattr(initial, "shape", None)
+      shape = getattr(kwargs.get("initial_value"), "shape", None)
     shape = tf.TensorShape(shape)
-    self.is_empty = shape.num_elements() == 0
-    # Keras numbers names by how many layers of a kind the program has made, so
-    # that workers may have different numbers for the same variable.
-    name = re.sub(r"_\d+(?=/|$)", "", str(kwargs.get("name") or "Variable"))
-    self._known = (
-      name.replace(" ", "_"),  # Spaces separate the parts of the text.
-      "?" if dtype is None else tf.as_dtype(dtype).name,
-      "?" if shape.rank is None else str(shape),
-    )
-
-  def __str__(self) -> str:
-    return " ".join(self._known)
-
-  def is_like(self, other: str) -> bool:
-    """Returns whether the text of another worker's variable fits this one."""
-    return all(
-      ours == theirs or "?" in (ours, theirs)
-      for ours, theirs in zip(self._known, other.split(" ", 2), strict=True)
-    )
+    if shape.num_elements() == 0:
+      raise ValueError(
+        f"The variable {name} of shape {shape} is empty, and TensorFlow crashes"
+        " when it sends an empty variable to the other workers. Create it"
+        " outside the scope, or with at least one element."
+      )
+    try:
+      return self.run_watched([], lambda: make(**kwargs))
+    except tf.errors.OpError as error:
+      cause = errors.from_message(str(error.message))
+      if cause is None:
+        raise
+      if not errors.is_reported(str(error.message)):
+        workers = self._workers
+        cause = type(cause)(
+          f"{cause} {workers.own_name} was creating the variable {name}."
+        )
+        key_value_store.report(workers.index, cause)
+        if workers.index == 0:
+          # TensorFlow tells the other workers from this process. If it ends too
+          # early, they only see that this worker is lost.
+          time.sleep(_PAUSE)
+      raise cause from error
 
 
 def check_tf_config(text: str | None) -> None:

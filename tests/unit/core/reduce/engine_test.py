@@ -123,7 +123,6 @@ def test_communication_options_of_multi_worker_strategy_are_used() -> None:
   with (
     mock.patch.object(collective_ops, "of_strategy") as of_strategy,
     mock.patch.object(multi_worker.agreement, "of_strategy"),
-    mock.patch.object(multi_worker.stall_watch, "of_strategy"),
   ):
     multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
   assert of_strategy.call_args.kwargs["asked"] == "nccl"

@@ -33,14 +33,13 @@ import itertools
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.reduce import engine, isolation
-from tf_cross_shard._src.core.workers import stall_watch
 
 # The first of our group keys. tf.distribute numbers its own groups from 1, and
 # two groups with the same key raise an error.
@@ -71,6 +70,11 @@ MAX_ORDERED: Final = 10
 
 _local_strategies: Final = itertools.count()
 
+# Runs collectives, given their inputs and a function without arguments.
+Runner = Callable[
+  [Sequence[tf.Tensor], Callable[[], list[tf.Tensor]]], list[tf.Tensor]
+]
+
 
 class CollectiveOps:
   """The collectives of one strategy, with their keys and ordering tokens.
@@ -88,7 +92,7 @@ class CollectiveOps:
     chains: int = 1,
     is_serial: bool = True,
     hint: str = AUTO,
-    watch: stall_watch.StallWatch | None = None,
+    run_watched: Runner | None = None,
   ) -> None:
     """Stores what all collectives of the strategy have in common.
 
@@ -101,10 +105,10 @@ class CollectiveOps:
       hint: The implementation, from `hint_for`. With NCCL there is only one
         chain: the kernels of two chains may start in different orders on
         different devices, and then wait for each other forever.
-      watch: Ends a wait for another worker that lasts too long; None if all
-        replicas are in this process.
+      run_watched: Runs collectives, and ends a wait for another worker that
+        lasts too long; None to wait without a limit.
     """
-    self._watch = watch
+    self._run_watched = run_watched
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
     self.hint = hint
@@ -162,9 +166,7 @@ class CollectiveOps:
         )
       return results
 
-    return (
-      run() if self._watch is None else self._watch.run_watched(tensors, run)
-    )
+    return self._run_watched(tensors, run) if self._run_watched else run()
 
   def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
     """Returns the hint for a collective.
@@ -380,7 +382,6 @@ def of_strategy(
   chains: int = 1,
   is_serial: bool = True,
   asked: str = AUTO,
-  watch: stall_watch.StallWatch | None = None,
 ) -> CollectiveOps:
   """Returns a strategy's `CollectiveOps`, which the first call creates.
 
@@ -390,7 +391,6 @@ def of_strategy(
     chains: As in `CollectiveOps`.
     is_serial: As in `CollectiveOps`.
     asked: The implementation that the user chose for the strategy, or `AUTO`.
-    watch: As in `CollectiveOps`.
   """
   if strategy not in _of_strategy:
     hint = hint_for(
@@ -400,7 +400,9 @@ def of_strategy(
       asked,
     )
     _of_strategy[strategy] = CollectiveOps(
-      identity, chains, is_serial, hint, watch
+      *(identity, chains, is_serial, hint),
+      # Only `multi_worker.MultiWorkerStrategy` has it.
+      getattr(strategy, "run_watched", None),
     )
   return _of_strategy[strategy]
 

@@ -24,7 +24,7 @@ from tf_cross_shard._src.core.reduce import (
   engine,
   isolation,
 )
-from tf_cross_shard._src.core.workers import agreement, stall_watch
+from tf_cross_shard._src.core.workers import agreement
 
 # From `benchmarks/multi_worker.py --sweep`, with 50 MB of gradients: buckets of
 # 8 MiB on four chains need 0.84 of Keras' time. Buckets of 2 to 16 MiB on two
@@ -58,7 +58,6 @@ class MultiWorker(collective_ops.CollectiveEngine):
       chains=_CHAINS,
       is_serial=len(self._devices) > 1,
       asked=asked.lower(),
-      watch=stall_watch.of_strategy(strategy),
     )
     self.method = f"CollectiveReduceV2 ({self._collectives.hint})"
     self._workers = agreement.of_strategy(strategy)

@@ -275,14 +275,6 @@ def if_slow(timeout: float) -> str:
   )
 
 
-def if_slow_in_step(workers: Workers) -> str:
-  """Returns the end of an error: what to do if a step is merely slow."""
-  return (
-    f"; if it is only slow, set {STEP_VARIABLE} to more than"
-    f" {workers.step_timeout:g} seconds."
-  )
-
-
 def library_versions() -> list[str]:
   """Returns the library versions that workers must share, as settings do."""
   return setting_lines(

@@ -18,7 +18,8 @@ _REPORTED: Final = re.compile(r"\[tf_cross_shard (\w+)\] (.*)")
 _TASK: Final = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)")
 # TensorFlow's words for members of a collective whose calls do not match.
 _MISFIT: Final = re.compile(
-  r"(?:[Ss]hape mismatch|[Ii]nconsisten|is expecting|has already been).*"
+  r"(?:[Ss]hape mismatch|[Ii]nconsisten|is expecting|has already been"
+  r"|Collective instance \d+ expected).*"
 )
 # An error about a lost worker contains one of these.
 _SIGNS: Final = re.compile(

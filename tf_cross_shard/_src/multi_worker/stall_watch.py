@@ -26,7 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -40,9 +40,9 @@ _INTERVAL: Final = 10.0
 _SLACK: Final = 5.0
 # Numbers the watches. The numbers agree if workers run the same program.
 _series: Final = itertools.count()
-_Result = TypeVar("_Result")
 _stop: Final = threading.Event()
 _threads: Final[list[threading.Thread]] = []
+_Result = TypeVar("_Result")
 
 
 class StallWatch:
@@ -52,24 +52,21 @@ class StallWatch:
     """Creates the counters, and starts the thread that looks at them."""
     self._workers = workers
     self._key = f"stall/{next(_series)}"
-    self._entered = _Counter()
-    self._left = _Counter()
-    # The counters at the last look, and the time at which their last change was
-    # seen.
-    self._seen = (0, 0)
+    with tf.device("CPU:0"):
+      zero = tf.constant(0, tf.int64)
+      self._entered = tf.Variable(zero, trainable=False)
+      self._left = tf.Variable(zero, trainable=False)
+    # The counters at the last look, and when a look first found these values.
+    self._counts = (0, 0)
     self._changed = time.monotonic()
+    self._interval = min(_INTERVAL, workers.step_timeout / 10)
     thread = threading.Thread(
       target=_watch, args=(weakref.ref(self), self._interval), daemon=True
     )
     thread.start()
     _threads.append(thread)
 
-  @property
-  def _interval(self) -> float:
-    """The number of seconds between two looks at the counters."""
-    return min(_INTERVAL, self._workers.step_timeout / 10)
-
-  def run_watched(
+  def run(
     self, tensors: Sequence[tf.Tensor], collectives: Callable[[], _Result]
   ) -> _Result:
     """Runs collectives, and counts when they are entered and left.
@@ -82,18 +79,20 @@ class StallWatch:
     Returns:
       What `collectives` returns.
     """
-    self._entered.increment_after(tensors)
-    results = collectives()
-    self._left.increment_after(tf.nest.flatten(results))
+    _increment_after(tensors, self._entered)
+    results: object = ()
+    try:
+      results = collectives()
+    finally:
+      _increment_after(tf.nest.flatten(results), self._left)
     return results
 
   def look(self) -> tuple[bool, float]:
     """Returns whether this worker waits, and for how long nothing changed."""
-    seen = self._entered.value(), self._left.value()
-    if seen != self._seen:
-      self._seen, self._changed = seen, time.monotonic()
-    entered, left = seen
-    return entered > left, time.monotonic() - self._changed
+    counts = int(self._entered.numpy()), int(self._left.numpy())
+    if counts != self._counts:
+      self._counts, self._changed = counts, time.monotonic()
+    return counts[0] > counts[1], time.monotonic() - self._changed
 
   def check(self, alarm: int) -> bool | None:
     """Looks at the counters, and for an alarm of another worker.
@@ -104,58 +103,44 @@ class StallWatch:
     Returns:
       None if there is no alarm; otherwise whether this worker ended its wait.
     """
+    workers = self._workers
     key = f"{self._key}/{alarm}"
+    waits, seconds = self.look()
     if key_value_store.read(key) is None:
-      waits, seconds = self.look()
-      if not waits or seconds < self._workers.step_timeout:
+      if not waits or seconds < workers.step_timeout:
         return None
       key_value_store.put_if_missing(key, "")
-    return self._answer(key)
-
-  def _answer(self, key: str) -> bool:
-    """Tells others what this worker does; ends its wait for a stuck worker."""
-    workers = self._workers
-    place = _place_of_main_thread()
+    stack = _stack_of_main_thread()
     key_value_store.put_if_missing(
-      f"{key}/{workers.index}", json.dumps([*self.look(), place])
+      f"{key}/{workers.index}", json.dumps([waits, seconds, _line(stack[-1])])
     )
+    # Workers do not look at the same moment. A worker that trains in a
+    # different group has changed its counters recently.
+    long = workers.step_timeout / 2
     deadline = time.monotonic() + self._interval + _SLACK
-    answers = [
-      key_value_store.wait(f"{key}/{index}", deadline)
-      for index in range(len(workers.names))
-    ]
-    found = [
-      None if answer is None else json.loads(answer) for answer in answers
-    ]
     stuck = []
-    for name, state in zip(workers.names, found, strict=True):
-      if state is None:
+    for index, name in enumerate(workers.names):
+      answer = key_value_store.wait(f"{key}/{index}", deadline)
+      if answer is None:
         stuck.append(f"{name}, which does not answer")
-      elif not state[0] and self._is_long(state[1]):
-        stuck.append(f"{name}, which is at {state[2]}")
+        continue
+      also_waits, unchanged, line = json.loads(answer)
+      if not also_waits and unchanged > long:
+        stuck.append(f"{name}, which is at {line}")
     waits, seconds = self.look()
-    if not self._is_long(seconds):
+    if seconds <= long:
       return False
-    if not waits:
+    at = f"This worker is at:\n{''.join(stack.format())}"
+    if waits:
+      self._abort(stuck, at)
+    else:
       logging.error(
-        "The other workers have waited %g s for this worker, and end now. This"
-        " worker is at:\n%s",
-        workers.step_timeout,
-        _stack_of_main_thread(),
+        "The other workers have waited %g s for this worker, and end now. %s",
+        *(workers.step_timeout, at),
       )
-      return False
-    self._abort(stuck)
-    return True
+    return waits
 
-  def _is_long(self, seconds: float) -> bool:
-    """Returns whether a worker was idle for at least half of `step_timeout`.
-
-    Workers do not look at the same moment. A worker that trains in a different
-    group has changed its counters recently.
-    """
-    return seconds > self._workers.step_timeout / 2
-
-  def _abort(self, stuck: Sequence[str]) -> None:
+  def _abort(self, stuck: Sequence[str], at: str) -> None:
     """Ends the collectives in which this worker waits."""
     workers = self._workers
     cause = " and for ".join(stuck) or (
@@ -163,54 +148,22 @@ class StallWatch:
     )
     error = errors.MissingWorkerError(
       f"{workers.own_name} has waited {workers.step_timeout:g} s in a step"
-      f" (collective {self._entered.value()} of this process) for {cause}."
-      f" Read the log of that worker{agreement.if_slow_in_step(workers)}"
+      f" (collective {self._counts[0]} of this process) for {cause}. Read the"
+      f" log of that worker; if it is only slow, set {agreement.STEP_VARIABLE}"
+      f" to more than {workers.step_timeout:g} seconds."
     )
-    logging.error("%s This worker is at:\n%s", error, _stack_of_main_thread())
+    logging.error("%s %s", error, at)
     context.context().abort_collective_ops(
       tf.errors.DEADLINE_EXCEEDED, errors.to_message(error)
     )
 
 
-class _Counter:
-  """An integer variable of this process, outside every strategy."""
-
-  def __init__(self) -> None:
-    """Creates the variable with the value 0."""
-    with tf.init_scope(), tf.device("CPU:0"):
-      self._handle = tf.raw_ops.VarHandleOp(
-        dtype=tf.int64, shape=[], shared_name=f"tf_cross_shard_count_{id(self)}"
-      )
-      tf.raw_ops.AssignVariableOp(
-        resource=self._handle, value=tf.constant(0, tf.int64)
-      )
-
-  def increment_after(self, tensors: Sequence[tf.Tensor]) -> None:
-    """Adds 1 when all of the tensors are computed."""
-    with tf.control_dependencies(tensors), tf.device("CPU:0"):
-      tf.raw_ops.AssignAddVariableOp(
-        resource=self._handle, value=tf.constant(1, tf.int64)
-      )
-
-  def value(self) -> int:
-    """Returns the value, also while a step runs in another thread."""
-    value = tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64)
-    return int(value.numpy())
-
-
-_of_strategy: "weakref.WeakKeyDictionary[Any, StallWatch]" = (
-  weakref.WeakKeyDictionary()
-)
-
-
-def of_strategy(strategy: tf.distribute.Strategy) -> StallWatch | None:
-  """Returns the watch of a strategy; None if it has only one worker."""
-  if strategy not in _of_strategy:
-    workers = agreement.of_strategy(strategy)
-    if workers is None:
-      return None
-    _of_strategy[strategy] = StallWatch(workers)
-  return _of_strategy[strategy]
+def _increment_after(
+  tensors: Sequence[tf.Tensor], counter: tf.Variable
+) -> None:
+  """Adds 1 to a counter when all of the tensors are computed."""
+  with tf.control_dependencies(tensors), tf.device("CPU:0"):
+    counter.assign_add(1, read_value=False)
 
 
 def _watch(
@@ -229,6 +182,7 @@ def _watch(
     if ended:
       return
     alarms += ended is not None
+    del watch  # The strategy may end before the next look.
 
 
 @atexit.register
@@ -239,19 +193,12 @@ def _join() -> None:
     thread.join(_SLACK)
 
 
-def _main_stack() -> traceback.StackSummary:
+def _stack_of_main_thread() -> traceback.StackSummary:
   """Returns the stack of the main thread, the innermost line last."""
   frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
   return traceback.extract_stack(frame)
 
 
-def _stack_of_main_thread() -> str:
-  return "".join(_main_stack().format())
-
-
-def _place_of_main_thread() -> str:
-  """Returns the innermost line of the main thread, for a message."""
-  line = _main_stack()[-1]
-  return (
-    f"{pathlib.Path(line.filename).name}, line {line.lineno}, in {line.name}"
-  )
+def _line(frame: traceback.FrameSummary) -> str:
+  file = pathlib.Path(frame.filename).name
+  return f"{file}, line {frame.lineno}, in {frame.name}"

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard._src.core.workers import (
-  agreement,
-  key_value_store,
-  stall_watch,
-)
+from tf_cross_shard._src.core.workers import agreement, key_value_store
+from tf_cross_shard._src.multi_worker import stall_watch
 
 NAMES = ("worker 0 (a:1)", "worker 1 (b:1)", "worker 2 (c:1)")
 LIMIT = 1000.0
@@ -51,7 +48,7 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _wait(watch: stall_watch.StallWatch, seconds: float) -> None:
   """Simulates that this worker has waited in a collective."""
-  watch._entered.increment_after([])
+  watch._entered.assign_add(1)
   watch.look()
   watch._changed -= seconds
 
@@ -75,13 +72,13 @@ def test_counts_collectives_in_traced_functions(
         tf.py_function(lambda: waiting.append(watch.look()[0]), [], [])
         return [2 * value]
 
-    [doubled] = watch.run_watched([value], collective)
+    [doubled] = watch.run([value], collective)
     return doubled
 
   assert float(step(tf.constant(2.0))) == 4.0
   assert float(step(tf.constant(3.0))) == 6.0
   assert len(waiting) == 2
-  assert (watch._entered.value(), watch._left.value()) == (2, 2)
+  assert (int(watch._entered), int(watch._left)) == (2, 2)
   assert not watch.look()[0]
 
 
