@@ -116,10 +116,8 @@ class Checks:
 
   def compare_workers_before_build(self, variables: Sequence[Any]) -> None:
     """Raises an error unless all workers build the same optimizer."""
-    self._engine.compare_workers(
-      f"the building of {self._name}",
-      lambda: [*self._setting_lines(), *agreement.variable_lines(variables)],
-    )
+    topic = f"the building of {self._name}"
+    self._engine.compare_workers(topic, variables, (), self._setting_lines)
 
   def compare_workers_before_step(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
@@ -127,12 +125,8 @@ class Checks:
     """Raises an error unless all workers begin the same first step."""
     self._engine.compare_workers(
       f"a step of {self._name}",
-      lambda: [
-        *self._setting_lines(),
-        *agreement.variable_lines(variables),
-        *agreement.gradient_lines(grads),
-      ],
-      self._iteration_lines,
+      *(variables, grads),
+      lambda: [*self._setting_lines(), *self._iteration_lines()],
     )
 
   def check_strategy_of(self, variables: Sequence[Any]) -> None:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.reduce import layout as layouts
 
@@ -217,21 +218,23 @@ class Engine(abc.ABC):
   def compare_workers(
     self,
     topic: str,
+    variables: Sequence[Any],
+    grads: Sequence[Gradient],
     lines: Callable[[], Sequence[str]],
-    state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Raises an error unless all processes have the same lines.
+    """Raises an error unless all processes do the same.
 
-    Does nothing in a single process.
+    Does nothing in a single process. Calls with the same topic, variables and
+    dtypes of gradients are compared once.
 
     Args:
       topic: What is compared, for error messages.
-      lines: Returns what must be equal, as lines of the form `name: value`.
-        Lines that were already compared are not compared again.
-      state: Returns extra lines, which are compared only the first time that
-        `lines` are compared. The default returns no lines.
+      variables: The variables, which must be the same in all processes.
+      grads: The gradients, which must have the same dtypes.
+      lines: Returns what else must be equal, as lines of the form
+        `name: value`.
     """
-    del topic, lines, state
+    del topic, variables, grads, lines
 
   def all_or_nothing(
     self, sums: Sequence[Any]

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.reduce import (
   collective_ops,
   engine,
@@ -61,7 +62,9 @@ class MultiWorker(collective_ops.CollectiveEngine):
     )
     self.method = f"CollectiveReduceV2 ({self._collectives.hint})"
     self._workers = agreement.of_strategy(strategy)
-    self._agreed: set[tuple[str, ...]] = set()
+    # What was compared. The variables are kept, so that no other variable gets
+    # the id of one of them.
+    self._agreed: dict[tuple[Any, ...], Sequence[Any]] = {}
     self._lock = threading.Lock()
 
   @property
@@ -117,22 +120,22 @@ class MultiWorker(collective_ops.CollectiveEngine):
   def compare_workers(
     self,
     topic: str,
+    variables: Sequence[Any],
+    grads: Sequence[Gradient],
     lines: Callable[[], Sequence[str]],
-    state: Callable[[], Sequence[str]] = list,
   ) -> None:
-    """Raises an error unless all workers have the same lines.
-
-    Each set of lines is compared once.
-    """
     if self._workers is None:
       return
+    gradient_lines = agreement.gradient_lines(grads)
+    key = (topic, *map(id, variables), *gradient_lines)
     with self._lock:  # All replicas of this process call this method.
-      known = (topic, *lines())
-      if known in self._agreed:
+      if key in self._agreed:
         return
+      variable_lines = agreement.variable_lines(variables)
       with tf.init_scope():
-        agreement.compare_workers(self._workers, topic, [*known[1:], *state()])
-      self._agreed.add(known)
+        all_lines = [*lines(), *variable_lines, *gradient_lines]
+        agreement.compare_workers(self._workers, topic, all_lines)
+      self._agreed[key] = variables
 
   def all_or_nothing(self, sums: Sequence[Any]) -> Any:
     """Makes updates wait for all sums.
