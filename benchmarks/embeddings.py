@@ -50,8 +50,9 @@ from absl import app, flags, logging
 
 from tf_cross_shard import keras3, layers, multi_worker
 
-_ALL = ["device", "mirrored", "workers", "lookup", "growth", "memory"]
-_PARTS = flags.DEFINE_list("parts", _ALL, "Parts to measure.")
+_PARTS = timing.define_choices(
+  "parts", ["device", "mirrored", "workers", "lookup", "growth", "memory"]
+)
 _OPTIMIZERS = flags.DEFINE_list(
   "optimizers", ["Adam", "Adagrad", "SGD", "Momentum"], "Optimizers to measure."
 )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from absl import flags
 
 # Rounds that do not count: the first one traces, the second one fills caches
 # and memory pools.
@@ -41,6 +42,22 @@ class Row:
   case: str
   milliseconds: float
   ratios: dict[str, list[float]]
+
+
+def define_choices(
+  name: str, choices: Sequence[str], default: Sequence[str] | None = None
+) -> flags.FlagHolder[list[str]]:
+  """Defines an option that takes some of the choices, all by default."""
+  known = ", ".join(choices)
+  holder = flags.DEFINE_list(
+    name, list(choices if default is None else default), f"Some of: {known}."
+  )
+  flags.register_validator(
+    holder,
+    lambda chosen: set(chosen) <= set(choices),
+    f"--{name} must name some of: {known}.",
+  )
+  return holder
 
 
 def interleave(

@@ -42,10 +42,9 @@ from absl import app, flags
 
 from tf_cross_shard import CrossShardOptimizer
 
-_PARTS = flags.DEFINE_list(
+_PARTS = timing.define_choices(
   "parts",
   ["device", "mirrored", "matrices", "compiled", "training", "memory"],
-  "Parts to measure.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)

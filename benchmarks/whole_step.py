@@ -43,8 +43,8 @@ DENSE = {  # The width of the input, then those of the layers.
 NETWORKS = [*DENSE, "small CNN", "transformer"]
 layers = tf.keras.layers
 
-_PARTS = flags.DEFINE_list("parts", ["device", "mirrored", "models"], "Which.")
-_NETWORKS = flags.DEFINE_list("networks", NETWORKS, "Which.")
+_PARTS = timing.define_choices("parts", ["device", "mirrored", "models"])
+_NETWORKS = timing.define_choices("networks", NETWORKS)
 _ROWS = flags.DEFINE_integer("batch_size", 64, "Examples in a step.", 1)
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Timings of each case.", 1)
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps of each timing.", 1)
