@@ -197,9 +197,21 @@ def test_labels() -> None:
   replicated = replicate_model_fn(lambda features: None, devices=TWO)
   with pytest.raises(ValueError, match=r"first axis of `labels` .* towers, 2"):
     replicated(batch(), tf.ones([3]))
-  # Cut in two, [4, 1] and [2, 1] would broadcast.
-  with pytest.raises(ValueError, match="must have the same number of rows"):
-    replicated(tf.ones([4, 1]), tf.ones([2, 1]))
+
+
+def test_labels_are_split_by_their_own_rows() -> None:
+  """As in contrib, whose tests use sparse features with fewer labels."""
+  shapes = []
+
+  def model_fn(features: Any, labels: Any) -> TowerSpec:
+    shapes.append((features.shape.as_list(), labels.shape.as_list()))
+    return TowerSpec("infer", predictions=labels)
+
+  replicated = replicate_model_fn(model_fn, devices=TWO)
+  features = tf.sparse.from_dense(tf.eye(4))
+  spec = replicated(features, tf.constant([[1.0], [2.0]]), mode="infer")
+  assert shapes == [([2, 4], [1, 1])] * 2
+  assert spec.predictions.numpy().tolist() == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize(

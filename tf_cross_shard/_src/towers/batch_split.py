@@ -36,23 +36,6 @@ def split(argument: str, tree: Any, count: int) -> list[Any]:
   ]
 
 
-def check_alike(features: Any, labels: Any) -> None:
-  """Checks that single tensors of features and labels have equally many rows.
-
-  Without this check, parts could broadcast against each other even though the
-  whole batches have different sizes: two towers split shapes [4, 1] and [2, 1]
-  into [2, 1] and [1, 1].
-  """
-  leaves = tf.nest.flatten([features, labels])
-  lengths = {x.shape[:1].num_elements() for x in leaves if x is not None}
-  if len(leaves) == len(lengths) == 2 and None not in lengths:
-    raise ValueError(
-      "`labels` and `features` must have the same number of rows; a tower got"
-      f" labels of shape {leaves[1].shape} and features of shape"
-      f" {leaves[0].shape}. Batch features and labels together."
-    )
-
-
 def concatenate(trees: Sequence[Any]) -> Any:
   """Joins nests of the same structure tensor by tensor along axis 0."""
   return tf.nest.map_structure(lambda *parts: _join_leaves(parts), *trees)

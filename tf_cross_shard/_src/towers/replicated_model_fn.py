@@ -126,7 +126,8 @@ class ReplicatedModelFn:
 
     Args:
       features: A nest of tensors with the examples of the batch along axis 0. A
-        list of numbers, or of lists of numbers, is a tensor.
+        list of numbers, or of lists of numbers, is a tensor. Each tensor is
+        divided by its own number of rows.
       labels: The same for labels, or None.
       mode: `"train"`, `"eval"` or `"infer"`.
       params: Passed on if model_fn has an argument of this name.
@@ -145,7 +146,6 @@ class ReplicatedModelFn:
     devices = self._check(mode)
     parts = batch_split.split("features", features, len(devices))
     labels_parts = batch_split.split("labels", labels, len(devices))
-    batch_split.check_alike(parts[0], labels_parts[0])
     options = {"mode": mode, "params": params, "config": config}
     specs = []
     with self._shared.call(mode) as variables:
