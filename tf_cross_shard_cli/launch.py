@@ -34,6 +34,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, Any, Final
 
 _PAUSE: Final = 0.05  # seconds between two checks of the processes
+# The line that ends a traceback, such as "ValueError: text" or "SystemExit".
+_EXCEPTION: Final = re.compile(
+  r"(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Exit)\b(?::|$)"
+)
 _LAST_LINES: Final = 5.0  # seconds to print the last lines of ended workers
 # A shell script that reads the numbers of process groups and kills them when
 # its input ends. The input ends with this process, even if that is killed.
@@ -173,6 +177,7 @@ def launch(
     workers = dict(enumerate(cluster(workers)))
   processes: dict[int, _GroupLeader] = {}
   printers = []
+  exceptions: dict[int, str] = {}
 
   def print_end(index: int, others: str = "") -> None:
     code = processes[index].returncode
@@ -197,19 +202,29 @@ def launch(
       )
       print(process.pid, file=watcher, flush=True)
       print(f"worker {index} is process {process.pid}", flush=True)
-      arguments = index, process.stdout
+      arguments = index, process.stdout, exceptions
       printers.append(
         threading.Thread(target=_print_lines, args=arguments, daemon=True)
       )
       printers[-1].start()
     others = f"; the other workers have {grace:g} s to end"
-    wait(processes, timeout, grace, on_failure=lambda i: print_end(i, others))
+    ends = wait(
+      processes, timeout, grace, on_failure=lambda i: print_end(i, others)
+    )
   for printer in printers:
     # Not forever: a server that the worker started may keep the pipe open.
     printer.join(_LAST_LINES)
-  failed = [i for i, process in processes.items() if process.returncode]
+  failed = {i: p.returncode for i, p in processes.items() if p.returncode}
   for index in failed:
     print_end(index)
+  # The other workers fail because of the first one, and print more.
+  first = min(set(failed) & set(ends), key=ends.__getitem__, default=None)
+  if first is not None:
+    print(
+      f"the first failure: worker {first}, code {failed[first]}:"
+      f" {exceptions.get(first, 'no exception was printed')}",
+      file=sys.stderr,
+    )
   return int(bool(failed))
 
 
@@ -229,12 +244,19 @@ def _watcher() -> Iterator[Any]:
     process.kill()
 
 
-def _print_lines(index: int, lines: IO[str]) -> None:
-  """Prints each line of a worker as soon as it is complete."""
+def _print_lines(
+  index: int, lines: IO[str], exceptions: dict[int, str]
+) -> None:
+  """Prints each line of a worker as soon as it is complete.
+
+  The last line that begins with the name of an exception is stored.
+  """
   with lines:
     for line in lines:
       whole = line.removesuffix("\n") + "\n"  # The last line may lack the end.
       print(f"[worker {index}] {whole}", end="", flush=True)
+      if _EXCEPTION.match(whole):
+        exceptions[index] = whole.strip()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

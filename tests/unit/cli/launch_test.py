@@ -81,7 +81,25 @@ def test_a_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     "worker 1 ended with code 3; the other workers have 0.5 s to end",
     "worker 0 ended with code -9",
     "worker 1 ended with code 3",
+    "the first failure: worker 1, code 3: no exception was printed",
   ]
+
+
+RAISE = """
+import json, os, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+if task["index"] == 1: time.sleep(1)
+raise [KeyError, ValueError][task["index"]](f"in {task['index']}")
+"""
+
+
+def test_the_last_line_is_the_first_exception(
+  capfd: pytest.CaptureFixture[str],
+) -> None:
+  assert launch.launch([sys.executable, "-c", RAISE], 2, grace=20) == 1
+  assert capfd.readouterr().err.splitlines()[-1] == (
+    "the first failure: worker 0, code 1: KeyError: 'in 0'"
+  )
 
 
 def test_time_that_is_up_ends_all() -> None:
