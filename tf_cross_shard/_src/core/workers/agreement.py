@@ -11,12 +11,15 @@ limit, and its errors can name the difference.
     every worker ── all of its lines ─────▶ store ──▶ every worker
 """
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -41,6 +44,10 @@ STEP_VARIABLE: Final = "TF_CROSS_SHARD_STEP_TIMEOUT"
 # How many seconds longer the first worker waits, because the other workers
 # report more details when their timeouts end.
 _LONGER: Final = 3.0
+# How many seconds the first worker waits for the end of the other workers, and
+# then for TensorFlow to disconnect them.
+_END: Final = 10.0
+_DISCONNECT: Final = 0.5
 
 Task = tuple[str, int, str]  # Job, index, address.
 # Numbers the exchanges. The numbers agree if workers run the same program.
@@ -202,6 +209,7 @@ def exchange(
     MissingWorkerError: If a worker does not send its text in time.
     WorkerLostError: If a worker ended.
   """
+  _register_end(workers.index, len(workers.names))
   key = f"round/{next(_rounds)}"
   key_value_store.put(f"{key}/{workers.index}", text)
   limit = workers.timeout + extra_timeout + (0.0 if workers.index else _LONGER)
@@ -242,6 +250,27 @@ def exchange(
     key_value_store.abort(error)
     raise error
   return [answer for answer in texts if answer is not None]
+
+
+@functools.cache
+def _register_end(index: int, count: int) -> None:
+  """Makes the first worker, whose process has the store, end last.
+
+  In each process that outlives the store, TensorFlow logs an error about
+  heartbeats, although the program succeeded.
+  """
+
+  def end() -> None:
+    with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
+      if index:
+        key_value_store.put(f"end/{index}", "")
+      elif not hasattr(sys, "last_value"):  # No exception ends this process.
+        deadline = time.monotonic() + _END
+        for other in range(1, count):
+          key_value_store.wait(f"end/{other}", deadline, sender=other)
+        time.sleep(_DISCONNECT)
+
+  atexit.register(end)
 
 
 def _mark_as_done(key: str, index: int) -> None:
