@@ -20,8 +20,8 @@ from absl import logging
 from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import (
   checkpoint,
 )
@@ -175,7 +175,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       optimizer.build(self.model.trainable_variables)
     self._files = backup_files.BackupFiles(self._backup_dir, strategy)
     path = self._files.newest()
-    keras_private.begin_at(self.model, None)
+    keras_fit.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
     if path is not None:
       restored = checkpoint.restore_file(path, optimizer, self.model)
@@ -197,7 +197,14 @@ class BackupAndRestore(group_callback.GroupCallback):
       # If all groups had stopped when this backup was made, only the end of
       # `fit` is left: begin after the last epoch, so that nothing is trained.
       epochs = self.params["epochs"] if self.model.stop_training else 0
-      keras_private.begin_at(self.model, max(restored.values["epoch"], epochs))
+      first = max(restored.values["epoch"], epochs)
+      keras_fit.begin_at(self.model, first)
+      if first >= self.params["epochs"]:
+        self._warn_of_end(path, first)
+        # The program may have other learning rates than when it made the
+        # backup, and nothing goes on with those.
+        for rate, values in zip(rates, of_program, strict=True):
+          copies.write(rate, values)
       if restored.values["batch"]:
         self._skip(path, restored.values["batch"])
     self._warn_if_shuffled()
@@ -221,7 +228,7 @@ class BackupAndRestore(group_callback.GroupCallback):
 
   def on_train_end(self, logs: Any = None) -> None:
     """Deletes the backups, unless they are to be kept."""
-    keras_private.begin_at(self.model, None)
+    keras_fit.begin_at(self.model, None)
     if self._delete:
       self._files.delete()
     self._watch.end()
@@ -247,7 +254,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     in_epoch = self._every != "epoch" or self._watch.is_needed
     compares = [type(c).__name__ for c in self.same_fit() if c.compares_trials]
     is_due = (in_epoch or compares) and self._files.is_first
-    if not is_due or not keras_private.shuffles_arrays():
+    if not is_due or not keras_fit.shuffles_arrays():
       return
     result = (
       f"{compares[0]} may choose another trial"
@@ -268,7 +275,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     """
     must_exit, is_backup_due = self._watch.compare()
     if not self.is_skipping_batches:
-      count = keras_private.batches_per_call(self.model)
+      count = keras_fit.batches_per_call(self.model)
       self._batches += count
       self._since += count
       is_due = self._every != "epoch" and self._since >= int(self._every)
@@ -331,7 +338,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       if done == batches:
         end()
         return train(iterator)
-      count = keras_private.batches_per_call(model)
+      count = keras_fit.batches_per_call(model)
       try:
         if done + count > batches:
           raise ValueError(

@@ -18,8 +18,8 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback, progress
-from tf_cross_shard._src.replica_state import group_models
+from tf_cross_shard._src.fit import group_callback, keras_fit, progress
+from tf_cross_shard._src.replica_state import group_models, group_state
 
 
 class GroupMetrics(group_callback.GroupCallback):
@@ -220,7 +220,7 @@ class GroupMetrics(group_callback.GroupCallback):
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()
-      if keras_private.compile_arguments(self._plain) is None:
+      if keras_fit.compile_arguments(self._plain) is None:
         _compile_like(model, self._plain)
       self._members = []
       if self._ensemble and num_groups > 1:
@@ -307,7 +307,7 @@ def _mean_of(members: list[Any]) -> Any:
 
 def _compile_like(source: Any, target: Any) -> None:
   """Compiles `target` with the loss and copied metrics of `source`."""
-  config = keras_private.compile_arguments(source)
+  config = keras_fit.compile_arguments(source)
   if config is None:
     raise ValueError(
       f"GroupMetrics copies loss and metrics of {type(source).__name__}, whose"

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.fit import keras_fit
 
 _MOST_LINES: Final = 3  # for one metric, in a terminal
 
@@ -30,7 +30,7 @@ def show_in_own_lines(
     names: Returns the name of each group in the epoch that has ended. A group
       with an empty name is not shown.
   """
-  bar = keras_private.progress_bar_of_fit()
+  bar = keras_fit.progress_bar_of_fit()
   if bar is None:
     return
   show = bar.on_epoch_end

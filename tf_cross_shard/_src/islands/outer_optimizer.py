@@ -30,11 +30,10 @@ from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
-from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.islands import outer_state
 
 
@@ -215,7 +214,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     # Keras 3 reports a full execution even if the epoch ended within it.
     steps_per_epoch = (self.params or {}).get("steps") or np.inf
     left = steps_per_epoch - self._first_batch
-    self._count(int(min(keras_private.batches_per_call(self.model), left)))
+    self._count(int(min(keras_fit.batches_per_call(self.model), left)))
 
   def _implements_train_batch_hooks(self) -> bool:
     return True

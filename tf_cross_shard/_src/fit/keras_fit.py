@@ -1,0 +1,76 @@
+"""Access to what Keras' `fit` and `compile` keep to themselves."""
+
+# ruff: noqa: SLF001  # This file is about private names of Keras.
+
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.inner import keras_private
+
+
+def compile_arguments(model: Any) -> dict[str, Any] | None:
+  """Returns the arguments of `compile`; None for a model not compiled."""
+  compiled = getattr(model, "_compile_config", None)
+  return None if compiled is None else dict(compiled.config)
+
+
+def batches_per_call(model: Any) -> int:
+  """Returns `steps_per_execution`.
+
+  In tf_keras, it is smaller for the last call of an epoch.
+  """
+  if keras_private.keras_of(model).__name__ == "keras":
+    return int(model.steps_per_execution)
+  return int(model._steps_per_execution.numpy())
+
+
+def arguments_of_fit() -> Mapping[str, Any]:
+  """Returns the local variables of the Keras `fit` that calls this package.
+
+  This looks at call frames, which decide only what is logged and printed.
+  """
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
+      # `fit` sets `validation_data` itself if it splits the training data.
+      return frame.f_locals
+    frame = frame.f_back
+  return {}
+
+
+def shuffles_arrays() -> bool:
+  """Returns whether the `fit` that calls this package shuffles arrays."""
+  arguments = arguments_of_fit()
+  # A dataset, a generator and a `PyDataset` have no shape, and Keras ignores
+  # `shuffle` for most of them.
+  data = tf.nest.flatten(arguments.get("x"))
+  are_arrays = all(hasattr(array, "shape") for array in data)
+  return bool(arguments.get("shuffle")) and are_arrays
+
+
+def progress_bar_of_fit() -> Any:
+  """Returns the callback that prints the progress of `fit`; None if silent."""
+  all_callbacks = getattr(arguments_of_fit().get("callbacks"), "callbacks", ())
+  for callback in all_callbacks:
+    if type(callback).__name__ == "ProgbarLogger":
+      return callback
+  return None
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+  """Makes `fit` begin at an epoch. Call it in `on_train_begin`.
+
+  If the epoch is None, `fit` begins at its argument `initial_epoch`.
+  """
+  if keras_private.keras_of(model).__name__ == "keras":
+    model._initial_epoch = epoch
+  elif epoch is None:
+    model._training_state = None
+  else:
+    model._training_state = types.SimpleNamespace(
+      maybe_load_initial_counters_from_ckpt=lambda *_, **__: (epoch, 0)
+    )
