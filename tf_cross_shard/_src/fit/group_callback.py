@@ -256,7 +256,8 @@ class GroupMonitor(GroupCallback):
   """Monitors one metric per group, as Keras' EarlyStopping does for a model.
 
   The state of the groups is stored in arrays of shape `[num_groups]`: `best`,
-  and the counters that `_counters` names, which start at 0.
+  and the counters that `_counters` names. These start at 0, and `best_epoch` at
+  -1. A group that diverges has no better value than before.
   """
 
   follows_groups = True
@@ -344,9 +345,11 @@ class GroupMonitor(GroupCallback):
       return False
     if not self._sign:
       self._sign = self._direction()
-      num_groups = names_lib.groups_of(self.model.optimizer, None).num_groups
-      counters = {name: np.zeros(num_groups, int) for name in self._counters}
-      best = np.full(num_groups, -self._sign * np.inf)
+      counters = {
+        name: np.full(len(keys), -1 if name == "best_epoch" else 0)
+        for name in self._counters
+      }
+      best = np.full(len(keys), -self._sign * np.inf)
       self._numbers = {"best": best, **counters, **self._numbers}
     return True
 
@@ -354,15 +357,15 @@ class GroupMonitor(GroupCallback):
     """Updates the best values; returns which of the groups have improved.
 
     A group improves if its metric is better than its best by more than
-    `min_delta`. NaN is never better. `judged`, the groups to look at, and the
-    result are bool arrays of shape `[num_groups]`.
+    `min_delta`. NaN and infinity are never better. `judged`, the groups to look
+    at, and the result are bool arrays of shape `[num_groups]`.
     """
     best = self._numbers["best"]
     values = np.array(
       [float(logs[f"{self.monitor}/group_{i}"]) for i in range(len(best))]
     )
     is_better = self._sign * values - abs(self.min_delta) > self._sign * best
-    improved = judged & is_better
+    improved = judged & is_better & np.isfinite(values)
     best[improved] = values[improved]
     return improved
 

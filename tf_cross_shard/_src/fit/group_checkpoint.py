@@ -119,10 +119,11 @@ class GroupCheckpoint(group_callback.GroupMonitor):
       with state.raising_on_all(f"checking {self._path.name}"):
         self._check_fits(state)
     # The file needs a state of each group, also before a group has improved.
-    improved = np.isinf(self._numbers["best"]) | self.improve(logs)
-    if improved.any():
-      self._numbers["best_epoch"][improved] = epoch
-      self._write(state, np.flatnonzero(improved))
+    has_none = np.isinf(self._numbers["best"])
+    improved = self.improve(logs)
+    self._numbers["best_epoch"][improved] = epoch
+    if (improved | has_none).any():
+      self._write(state, np.flatnonzero(improved | has_none))
 
   def _read(self) -> dict[str, Any]:
     """Returns the best values in the file; keeps the groups' arrays."""

@@ -87,7 +87,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
 
   @property
   def best_epoch(self) -> list[int]:
-    """The epoch, from 0, in which each group had its best metric."""
+    """The epoch, from 0, of each group's best metric; -1 if none was finite."""
     return list(map(int, self._numbers.get("best_epoch", ())))
 
   @property
@@ -144,7 +144,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     improved = self.improve(logs, judged)
     # If no value is ever better (all NaN), the first weights are the best.
     renewed = improved | (self.restore_best_weights and not self._weights)
-    self._numbers["best_epoch"][renewed] = epoch
+    self._numbers["best_epoch"][improved] = epoch
     if self.restore_best_weights and renewed.any():
       self._keep(self.state_of_groups(), renewed)
     wait[judged] += 1

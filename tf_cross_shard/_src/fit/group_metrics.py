@@ -6,11 +6,13 @@ all groups ─▶ mean of their predictions ─▶ val_loss/ensemble
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
@@ -130,6 +132,7 @@ class GroupMetrics(group_callback.GroupCallback):
     self._names: list[str] = []
 
   def on_train_begin(self, logs: Any = None) -> None:
+    self.diverged: set[str] = set()
     super().on_train_begin(logs)
     if self.prefix in self.prefixes_before():
       raise ValueError(
@@ -149,6 +152,7 @@ class GroupMetrics(group_callback.GroupCallback):
         self._evaluate(model, "one batch", steps=1)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    self.diverged = set()
     """Clears the training losses of the previous epoch."""
     self._losses = {}
 
@@ -189,9 +193,30 @@ class GroupMetrics(group_callback.GroupCallback):
     """
     trackers = [
       metric.variables
+    self._warn_of_diverged(epoch, metrics)
       for metric in self.model.metrics
       if metric.name == "loss" and len(metric.variables) == 2
     ]
+  def _warn_of_diverged(self, epoch: int, metrics: dict[str, float]) -> None:
+    """Warns once of each group, or trial, whose loss is not finite."""
+    diverged = {
+      name or key: metrics[f"{self.prefix}loss/{key}"]
+      for name, key in zip(self._names, self.keys, strict=True)
+      if not math.isfinite(metrics.get(f"{self.prefix}loss/{key}", 0.0))
+    }
+    for other in self.same_fit() or [self]:
+      if isinstance(other, GroupMetrics):
+        new = {n: x for n, x in diverged.items() if n not in other.diverged}
+        other.diverged.update(new)
+        break  # One of several GroupMetrics in a `fit` remembers.
+    if new:
+      logging.warning(
+        "These groups diverged: %s, in epoch %d. GroupEarlyStopping,"
+        " GroupCheckpoint and Halving count a diverged group as the worst.",
+        ", ".join(f"{name} ({self.prefix}loss {new[name]})" for name in new),
+        epoch,
+      )
+
     if not trackers or not self.same_fit() or self.prefixes_before():
       return {}
     copies = replicas_lib.Copies(self.model.distribute_strategy)

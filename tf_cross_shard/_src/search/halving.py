@@ -474,7 +474,10 @@ class Halving(group_callback.GroupMonitor):
 
   def _start_rung(self, rung: int) -> None:
     """Chooses the best trials, and starts the first wave of a rung."""
-    best = self.table.ranking[: self._rungs[rung].trials]
+    best = self.table.ranking
+    if rung:  # A trial that diverged is the worst, whatever it was before.
+      best = sorted(best, key=lambda trial: trial.has_diverged(self.monitor))
+    best = best[: self._rungs[rung].trials]
     self._start_wave(rung, sorted(trial.number for trial in best))
 
   def _start_wave(self, rung: int, waiting: list[int]) -> None:

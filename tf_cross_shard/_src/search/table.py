@@ -51,6 +51,10 @@ class Trial:
     """The number of epochs that the trial was trained."""
     return max(map(len, self.history.values()), default=0)
 
+  def has_diverged(self, monitor: str) -> bool:
+    """Returns whether the last value of a metric is not finite."""
+    return not math.isfinite(self.history[monitor][-1])
+
 
 @dataclasses.dataclass
 class Results:
@@ -87,7 +91,7 @@ class Results:
       trial.history.setdefault(name, []).append(metric)
     value = metrics[self.monitor or ""]
     best = -self.sign * math.inf if trial.best is None else trial.best
-    is_best = self.sign * value > self.sign * best
+    is_best = math.isfinite(value) and self.sign * value > self.sign * best
     if is_best:
       trial.best, trial.best_epoch = value, trial.epochs - 1
     return is_best
