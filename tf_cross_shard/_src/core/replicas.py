@@ -101,14 +101,22 @@ class Copies:
     """
     agreement.compare_workers(self.workers, topic, lines)
 
-  def here(self, variable: Any) -> list[Array]:
-    """Returns the copies that the replicas of this process have."""
+  def here(
+    self, variable: Any, places: Iterable[int] | None = None
+  ) -> list[Array]:
+    """Returns the copies that the replicas of this process have.
+
+    Reads only those at `places` in the list if this is given.
+    """
     whole_copies = getattr(native(variable), "whole_copies", None)
     if whole_copies is not None:  # It is a sharded slot.
-      return whole_copies()
+      arrays = whole_copies()
+      return arrays if places is None else [arrays[i] for i in places]
     copies = list(self._copies(variable))
     if len(copies) == 1:  # All replicas share one variable.
       copies *= len(self.engine.replicas_here)
+    if places is not None:
+      copies = [copies[i] for i in places]
     return [np.array(copy.numpy()) for copy in copies]
 
   def write(self, variable: Any, arrays: Sequence[Array]) -> None:
@@ -124,6 +132,8 @@ class Copies:
 
   def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies that the given replicas have."""
+    if len(self.engine.replicas_here) == self.engine.num_replicas:
+      return self.here(variable, replicas)
     own = self.here(variable)
     if tf.TensorShape(native(variable).shape).is_fully_defined():
       copies = self.gather(own)

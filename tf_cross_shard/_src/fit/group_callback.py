@@ -197,6 +197,16 @@ class GroupCallback(tf.keras.callbacks.Callback):
       raise ValueError(
         f"{type(self).__name__} handles the state of model.optimizer only, but"
         f" the model has other optimizers, {', '.join(sorted(others))}. Save"
+  @property
+  def keys(self) -> list[str]:
+    """How the names of each group's metrics end: its name, or `group_0`."""
+    groups = names_lib.groups_of(self.model.optimizer, None)
+    names = groups.names or ()
+    if not names or "ensemble" in names:
+      return [f"group_{i}" for i in range(groups.num_groups)]
+    # What follows the last slash in the name of a metric is the key.
+    return [name.replace("/", "_") for name in names]
+
         " them with replica_state.save in your own callback, or move the"
         " other optimizers out of the model's attributes."
       )
@@ -310,7 +320,8 @@ class GroupMonitor(GroupCallback):
       tuple(self.prefixes_before())
     ):
       raise ValueError(
-        f"{type(self).__name__} reads {self.monitor}/group_0 and so on, which"
+        f"{type(self).__name__} reads {self.monitor}/{self.keys[0]} and so on,"
+        " which"
         " GroupMetrics writes. Put GroupMetrics(validation_data) before it in"
         " the list of callbacks; its `name` is the prefix of its metrics."
       )
@@ -324,11 +335,12 @@ class GroupMonitor(GroupCallback):
     Raises:
       ValueError: If there are no metrics in an epoch that should have them.
     """
-    name = f"{self.monitor}/group_0"
+    keys = self.keys
+    name = f"{self.monitor}/{keys[0]}"
     prefixes = tuple(self.prefixes_before())
     # Whether any GroupMetrics has evaluated after this epoch.
     is_due = not prefixes or any(
-      key.startswith(prefixes) and key.endswith("/group_0") for key in logs
+      key.startswith(prefixes) and key.endswith(f"/{keys[0]}") for key in logs
     )
     if name not in (logs or {}) and not self._numbers and is_due:
       raise ValueError(
@@ -362,7 +374,7 @@ class GroupMonitor(GroupCallback):
     """
     best = self._numbers["best"]
     values = np.array(
-      [float(logs[f"{self.monitor}/group_{i}"]) for i in range(len(best))]
+      [float(logs[f"{self.monitor}/{key}"]) for key in self.keys]
     )
     is_better = self._sign * values - abs(self.min_delta) > self._sign * best
     improved = judged & is_better & np.isfinite(values)

@@ -28,7 +28,8 @@ class GroupMetrics(group_callback.GroupCallback):
   """Evaluates every group on all of the validation data when an epoch ends.
 
   This callback writes the metrics of each group into the logs, as
-  `val_loss/group_0`, `val_accuracy/group_0` and so on. It writes the metrics of
+  `val_loss/group_0`, `val_accuracy/group_0` and so on, or with the names of the
+  groups (`groups.singletons(2, names=["a", "b"])`). It writes the metrics of
   the mean of all groups' predictions as `val_loss/ensemble`. You see these
   metrics in the history, and below the progress bar, in one line for each
   metric. Callbacks of this package that come later in the list read them.
@@ -128,11 +129,13 @@ class GroupMetrics(group_callback.GroupCallback):
     self._plain: Any = None
     self._members: list[Any] = []
     self._mean: Any = None
+    self._programs: dict[int, Callable[[], None] | None] = {}
+    self._receivers: dict[int, dict[str, Any]] = {}
     self._losses: dict[str, float] = {}
+    self.diverged: set[str] = set()
     self._names: list[str] = []
 
   def on_train_begin(self, logs: Any = None) -> None:
-    self.diverged: set[str] = set()
     super().on_train_begin(logs)
     if self.prefix in self.prefixes_before():
       raise ValueError(
@@ -142,17 +145,18 @@ class GroupMetrics(group_callback.GroupCallback):
       )
     is_first = not self.prefixes_before()
     progress.show_in_own_lines(
-      [self.prefix, "loss"] if is_first else [self.prefix],
+      [self.prefix, *["loss", "learning_rate"] * is_first],
+      self.keys,
       lambda: self._names,
     )
     self._plain = None
     if self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._build()
+    self.diverged = set()
       for model in (self._plain, *([self._mean] if self._members else [])):
-        self._evaluate(model, "one batch", steps=1)
+        self._evaluate(model, "one batch", is_trial=True)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    self.diverged = set()
     """Clears the training losses of the previous epoch."""
     self._losses = {}
 
@@ -170,33 +174,27 @@ class GroupMetrics(group_callback.GroupCallback):
       logs.update(self._losses or self._training_losses())
     if epoch and (epoch + 1) % self.every:
       return
-    model, optimizer = self.model, self.model.optimizer
     if self._plain is None:
       self._build()
     metrics: dict[str, float] = {}
-    for i in range(names_lib.groups_of(optimizer, None).num_groups):
-      group_models.load_group(model, i, optimizer, into=self._plain)
+    state = self._state
+    state.compare_workers("evaluating groups")
+    group_state.warn_if_collapsed(self.model.optimizer)
+    for i, key in enumerate(self.keys):
+      values = group_models.values_of(state, state.groups.assignment[i])
+      for twin in (self._plain, *self._members[i : i + 1]):
+        for name, variable in self._receivers[id(twin)].items():
+          variable.assign(values[name])
+        group_models.finalize(twin)
       self._group.assign(i)
-      metrics |= self._evaluate(self._plain, f"group_{i}")
-    for i, member in enumerate(self._members):
-      group_models.load_group(model, i, optimizer, into=member)
+      metrics |= self._evaluate(self._plain, key)
     if self._members:
       self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
     if logs is not None:
       logs.update(metrics)
-
-  def _training_losses(self) -> dict[str, float]:
-    """Returns each group's training loss, from Keras' tracker of the mean loss.
-
-    loss of a group = sum of its members' totals / sum of their counts
-    """
-    trackers = [
-      metric.variables
     self._warn_of_diverged(epoch, metrics)
-      for metric in self.model.metrics
-      if metric.name == "loss" and len(metric.variables) == 2
-    ]
+
   def _warn_of_diverged(self, epoch: int, metrics: dict[str, float]) -> None:
     """Warns once of each group, or trial, whose loss is not finite."""
     diverged = {
@@ -219,16 +217,26 @@ class GroupMetrics(group_callback.GroupCallback):
 
     if not trackers or not self.same_fit() or self.prefixes_before():
       return {}
+  def _training_losses(self) -> dict[str, float]:
+    """Returns each group's training loss, from Keras' tracker of the mean loss.
+
+    loss of a group = sum of its members' totals / sum of their counts
+    """
+    trackers = [
+      metric.variables
+      for metric in self.model.metrics
+      if metric.name == "loss" and len(metric.variables) == 2
+    ]
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
     # The tracker has two variables, with a value in each replica.
     total, count = (copies.read(v, replicas) for v in trackers[0])
     groups = names_lib.groups_of(self.model.optimizer, len(replicas))
     return {
-      f"loss/group_{i}": float(
+      f"loss/{key}": float(
         sum(total[r] for r in members) / sum(count[r] for r in members)
       )
-      for i, members in enumerate(groups)
+      for key, members in zip(self.keys, groups, strict=True)
     }
 
   def _build(self) -> None:
@@ -242,6 +250,8 @@ class GroupMetrics(group_callback.GroupCallback):
 
     with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
       # The group whose weights the twin has. It is a variable so that the
+    self._programs = {}
+    self._state = self.state_of_groups()
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()
@@ -254,6 +264,10 @@ class GroupMetrics(group_callback.GroupCallback):
         _compile_like(self._plain, self._mean)
 
   @functools.cached_property
+      self._receivers = {
+        id(twin): group_models.receivers(self._state, twin)
+        for twin in (self._plain, *self._members)
+      }
   def _batches(self) -> dict[str, Any]:
     """The data as arguments of `evaluate`, with NumPy arrays as one dataset.
 
@@ -274,9 +288,12 @@ class GroupMetrics(group_callback.GroupCallback):
     return {"x": data.batch(batch_size or 32)}
 
   def _evaluate(
-    self, model: Any, run: str, steps: int | None = None
+    self, model: Any, run: str, is_trial: bool = False
   ) -> dict[str, float]:
-    """Returns a plain model's metrics, which the first worker computes."""
+    """Returns a plain model's metrics, which the first worker computes.
+
+    A trial evaluates one batch, to find mistakes before training starts.
+    """
     workers = agreement.of_strategy(self.model.distribute_strategy)
     metrics: dict[str, float] = {}
     if workers is None or workers.index == 0:
@@ -284,10 +301,23 @@ class GroupMetrics(group_callback.GroupCallback):
         variables_lib.outside_of_strategies(),
         per_group_lib.as_group(self._group),
       ):
-        result = model.evaluate(
-          **self._batches, verbose=0, return_dict=True, steps=steps
-        )
-      metrics = {key: float(value) for key, value in result.items()}
+        if id(model) not in self._programs:
+          self._programs[id(model)] = self._make_program(model)
+        program = self._programs[id(model)]
+        if program is None:
+          steps = 1 if is_trial else None
+          result = model.evaluate(
+            **self._batches, verbose=0, return_dict=True, steps=steps
+          )
+        elif not is_trial:
+          model.reset_metrics()
+          program()
+          result = model.get_metrics_result()
+        else:
+          result = {}
+      for key, value in result.items():
+        some = value if isinstance(value, dict) else {key: value}
+        metrics |= {name: float(number) for name, number in some.items()}
     if workers is not None:
       [text, *_] = agreement.exchange(
         workers, f"evaluating {run}", json.dumps(metrics), workers.step_timeout
@@ -299,6 +329,34 @@ class GroupMetrics(group_callback.GroupCallback):
 
 
 def _mean_of(members: list[Any]) -> Any:
+  def _make_program(self, model: Any) -> Callable[[], None] | None:
+    """Returns a function that evaluates all of the data in one call.
+
+    `evaluate` takes 20 ms of Python, however small model and data are. None
+    where the user's code or other data than a dataset need it.
+    """
+    base, kind = keras_private.keras_of(model).Model, type(model)
+    hooks = "evaluate", "make_test_function", "test_step", "reset_metrics"
+    data = self._batches["x"]
+    if (
+      not isinstance(data, tf.data.Dataset)
+      or set(self._batches) - {"x", "batch_size"}
+      or self._batches.get("batch_size")
+      or model.run_eagerly
+      or any(getattr(kind, hook) is not getattr(base, hook) for hook in hooks)
+    ):
+      return None
+    # Eagerly, so that Keras creates the metrics outside the function.
+    for batch in data.take(1):
+      model.test_step(batch)
+
+    @tf.function
+    def evaluate() -> None:
+      for batch in data:
+        model.test_step(batch)
+
+    return evaluate
+
   """Returns a model that averages the members' predictions and added losses.
 
   `replica_state.ensemble` is of no use here: it clones the models again, and it

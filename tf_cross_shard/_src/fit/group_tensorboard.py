@@ -71,8 +71,8 @@ class GroupTensorBoard(group_callback.GroupCallback):
       "drift": _drift(state, first),
     }
     runs: dict[str, dict[str, Any]] = {
-      f"group_{i}": {tag: values[i] for tag, values in tags.items()}
-      for i in range(len(first))
+      key: {tag: values[i] for tag, values in tags.items()}
+      for i, key in enumerate(self.keys)
     }
     for name, value in (logs or {}).items():
       tag, _, run = name.rpartition("/")

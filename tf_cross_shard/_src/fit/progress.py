@@ -19,7 +19,9 @@ _MOST_LINES: Final = 3  # for one metric, in a terminal
 
 
 def show_in_own_lines(
-  prefixes: Sequence[str], names: Callable[[], Sequence[str]]
+  prefixes: Sequence[str],
+  keys: Sequence[str],
+  names: Callable[[], Sequence[str]],
 ) -> None:
   """Moves metrics of groups from the progress bar to lines of their own.
 
@@ -27,6 +29,7 @@ def show_in_own_lines(
 
   Args:
     prefixes: How the names of the metrics begin, such as `val_`.
+    keys: How the names of each group's metrics end, such as `group_0`.
     names: Returns the name of each group in the epoch that has ended. A group
       with an empty name is not shown.
   """
@@ -38,7 +41,7 @@ def show_in_own_lines(
   def show_with_groups(epoch: int, logs: Any = None) -> None:
     """Shows the bar without these metrics, then the lines."""
     labels = {"ensemble": "ensemble"}
-    labels |= {f"group_{i}": name for i, name in enumerate(names())}
+    labels |= dict(zip(keys, names(), strict=False))
     others = dict(logs or {})
     rows: dict[str, dict[str, float]] = {}
     for key in list(others):

@@ -76,22 +76,40 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
     _check_fits(state, into)
   state.compare_workers(f"loading group {group}")
   group_state.warn_if_collapsed(optimizer)
-  values = {
+  assign(state, values_of(state, members), plain)
+  return plain
+
+
+def values_of(
+  state: group_state.GroupState, members: Sequence[int]
+) -> dict[str, archive.Array]:
+  """Returns the values of a group for a plain model, by name."""
+  return {
     entry.name: merged(entry, state.copies.read(entry.variable, members))
     for entry in state.entries
   }
-  assign(state, values, plain)
-  return plain
 
 
 def assign(
   state: group_state.GroupState, values: Mapping[str, archive.Array], plain: Any
 ) -> None:
   """Assigns the values of variables of `state`, by name, to a plain model."""
-  target = _check_fits(state, plain)
-  for own, entry in zip(state.entries, target.entries, strict=True):
-    replicas_lib.native(entry.variable).assign(values[own.name])
+  for name, variable in receivers(state, plain).items():
+    variable.assign(values[name])
   finalize(plain)
+
+
+def receivers(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
+  """Returns a plain model's variables by the names of those in `state`.
+
+  Raises:
+    ValueError: If the plain model cannot receive the variables.
+  """
+  target = _check_fits(state, plain)
+  return {
+    own.name: replicas_lib.native(entry.variable)
+    for own, entry in zip(state.entries, target.entries, strict=True)
+  }
 
 
 def merged(

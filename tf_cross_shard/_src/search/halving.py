@@ -369,7 +369,8 @@ class Halving(group_callback.GroupMonitor):
     results.monitor, results.sign = self.monitor, self._sign
     best = {}
     for group, number in enumerate(self._progress.running):
-      end = f"/group_{group}"
+    keys = self.keys
+      end = f"/{keys[group]}"
       metrics = {
         name.removesuffix(end): float(logs[name])
         for name in logs
