@@ -71,6 +71,25 @@ def test_rates_are_lowered_as_keras_lowers_them(
       model.optimizer.learning_rate = 0.1
 
 
+@pytest.mark.tf_keras_mode
+def test_rates_in_the_logs_and_in_the_schedule() -> None:
+  """The logs have the rates of the epoch, `values` those of the next."""
+  rates = schedules.PerGroup([0.5, 0.25])
+  model = cases.with_rates(rates, [])
+  lower = callbacks.GroupReduceLROnPlateau(
+    patience=1, factor=0.5, min_delta=1e6
+  )
+  x = np.ones([4, 1], "float32")
+  data = tf.data.Dataset.from_tensors((x, x))
+  used = [callbacks.GroupMetrics((x, x)), lower]
+  history = testbed.fit(model, data, 3, callbacks=used).history
+  assert history["learning_rate/group_0"] == [0.5, 0.5, 0.25]
+  assert history["learning_rate/group_1"] == [0.25, 0.25, 0.125]
+  assert rates.values(0) == lower.learning_rates == [0.125, 0.0625]
+  with schedules.as_group(1):
+    assert float(rates(0)) == 0.0625
+
+
 @pytest.mark.parametrize("is_around", [False, True])
 def test_rates_under_loss_scaling(is_around: bool) -> None:
   """The learning rate of Keras 3's LossScaleOptimizer is not changed."""

@@ -22,6 +22,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core.inner import keras_private, overriding
@@ -153,8 +154,10 @@ class PerGroup:
   """
 
   _package: str  # "keras" or "tf_keras"
-  # A factor for each group's rate; None until a callback lowers the rates.
+  # A factor for each group's rate, and the groups; None until a callback sets
+  # rates.
   rate_factor: tf.Variable | None = None
+  factor_groups: groups_lib.Groups | None = None
 
   def __init__(self, rates: Iterable[Any]) -> None:
     """Sets the rates.
@@ -209,7 +212,8 @@ class PerGroup:
       RuntimeError: In a replica outside a step of a CrossShardOptimizer.
     """
     group = _my_group.get()
-    if group is None and _is_one_of_several_replicas():
+    is_replica = isolation.current_replica() is not None
+    if group is None and is_replica and _has_several_replicas():
       raise RuntimeError(
         "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
         " which knows the groups. Wrap the optimizer:"
@@ -217,6 +221,9 @@ class PerGroup:
         " To read the rate, use `learning_rate` of the CrossShardOptimizer."
       )
     dtype = sys.modules[self._package].backend.floatx()
+    if tf.executing_eagerly() and not is_replica and group:
+      # Outside replicas, the variable `rate_factor` has the value of group 0.
+      return tf.gather(tf.cast(self.values(step), dtype), group)
     chosen = self.rates
     if group is None or isinstance(group, int):
       chosen, group = [self.rates[group or 0]], 0
@@ -234,8 +241,9 @@ class PerGroup:
   def values(self, step: Any) -> list[float]:
     """Returns the rates of all groups at a step.
 
-    Call it eagerly, outside `tf.function`. The result does not include the
-    factors of `callbacks.GroupReduceLROnPlateau`; see its `learning_rates`.
+    Call it eagerly, outside `tf.function`. The result includes what callbacks
+    such as `GroupReduceLROnPlateau` have changed. On several machines, all
+    workers call it.
 
     Args:
       step: The number of applied steps. Groups that skip steps may be at
@@ -245,9 +253,17 @@ class PerGroup:
     Returns:
       One number for each group.
     """
-    return [
+    rates = [
       float(rate(step)) if callable(rate) else rate for rate in self.rates
     ]
+    if self.rate_factor is None or self.factor_groups is None:
+      return rates
+    strategy = replicas_lib.strategy_of(self.rate_factor)
+    copies = replicas_lib.Copies(strategy or tf.distribute.get_strategy())
+    factors = copies.read(
+      self.rate_factor, [members[0] for members in self.factor_groups]
+    )
+    return [rate * float(f) for rate, f in zip(rates, factors, strict=True)]
 
   def get_config(self) -> dict[str, Any]:
     """Returns the rates in serializable form."""
@@ -321,9 +337,8 @@ def schedule_class(package: str) -> type[Any]:
   return schedules.LearningRateSchedule
 
 
-def _is_one_of_several_replicas() -> bool:
-  is_replica = isolation.current_replica() is not None
-  return is_replica and tf.distribute.get_strategy().num_replicas_in_sync > 1
+def _has_several_replicas() -> bool:
+  return tf.distribute.get_strategy().num_replicas_in_sync > 1
 
 
 def _check_replicas(groups: groups_lib.Groups) -> None:

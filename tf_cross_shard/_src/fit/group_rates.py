@@ -36,6 +36,7 @@ def prepare(model: Any, caller: str) -> None:
         f"{caller} multiplies learning rates, but PerGroup holds 0:"
         f" {rates.rates}. Use a small number instead of 0."
       )
+    rates.factor_groups = names_lib.groups_of(model.optimizer, None)
     with model.distribute_strategy.scope():
       rates.rate_factor = tf.Variable(1.0, trainable=False, name="rate_factor")
     # An earlier `fit` may have traced steps without the variable.
@@ -54,12 +55,14 @@ def is_one_number(model: Any) -> bool:
 
 def read(model: Any) -> list[float]:
   """Returns the learning rate of each group."""
+  rates = per_group_lib.rates_of(model.optimizer)
+  if rates is not None:
+    return rates.values(step=0)  # They are numbers.
   [variable] = names_lib.learning_rates(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
   groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
   first = copies.read(variable, [members[0] for members in groups])
-  scales = _scales(model, groups.num_groups)
-  return [float(r) * scale for r, scale in zip(first, scales, strict=True)]
+  return list(map(float, first))
 
 
 def write(model: Any, rates: Sequence[float]) -> None:
@@ -67,15 +70,10 @@ def write(model: Any, rates: Sequence[float]) -> None:
   [variable] = names_lib.learning_rates(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
   groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
-  scales = _scales(model, groups.num_groups)
-  dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-  factors = np.divide(rates, scales).astype(dtype)
-  here = copies.engine.replicas_here
-  copies.write(variable, [factors[groups.index_of(r)] for r in here])
-
-
-def _scales(model: Any, num_groups: int) -> list[float]:
-  """Returns the constants by which groups multiply the variable."""
   per_group = per_group_lib.rates_of(model.optimizer)
-  ones = [1.0] * num_groups
-  return ones if per_group is None else list(map(float, per_group.rates))
+  dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+  factors = np.divide(rates, 1.0 if per_group is None else per_group.rates)
+  here = copies.engine.replicas_here
+  copies.write(
+    variable, [factors[groups.index_of(r)].astype(dtype) for r in here]
+  )

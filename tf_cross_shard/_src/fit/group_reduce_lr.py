@@ -13,7 +13,9 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
   The callback works like `tf.keras.callbacks.ReduceLROnPlateau`, but monitors
   each group separately, by the group's own metric. The learning rate of the
   optimizer must be a number, or a `schedules.PerGroup` of numbers. Changing a
-  learning rate does not trace the training step again.
+  learning rate does not trace the training step again. As Keras' callback does,
+  this one writes the learning rates of the epoch into the logs, as
+  `learning_rate/group_0` and so on.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
@@ -97,9 +99,12 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Lowers the learning rates of the groups whose metric is on a plateau."""
+    rates = group_rates.read(self.model)
+    if logs is not None:
+      named = zip(self.keys, rates, strict=True)
+      logs.update({f"learning_rate/{key}": rate for key, rate in named})
     if not self.begin(logs):
       return
-    rates = group_rates.read(self.model)
     is_on_plateau = self._on_plateau(logs)
     for i, rate in enumerate(rates):
       if is_on_plateau[i] and rate > np.float32(self.min_lr):

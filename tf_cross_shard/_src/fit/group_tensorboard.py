@@ -77,7 +77,7 @@ class GroupTensorBoard(group_callback.GroupCallback):
     for name, value in (logs or {}).items():
       tag, _, run = name.rpartition("/")
       if run in (*runs, "ensemble"):
-        runs.setdefault(run, {})[tag] = value
+        runs.setdefault(run, {}).setdefault(tag, value)
     if state.copies.is_first:
       folders = [*group_callback.group_names(optimizer), "ensemble"]
       for folder, scalars in zip(folders, runs.values(), strict=False):
