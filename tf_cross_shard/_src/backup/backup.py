@@ -88,8 +88,6 @@ class BackupAndRestore(group_callback.GroupCallback):
   While `fit` runs, a backup can raise the errors of `replica_state.save`.
   """
 
-  moves_optimizer = True
-
   def __init__(
     self,
     backup_dir: Any,

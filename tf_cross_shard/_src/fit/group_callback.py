@@ -125,7 +125,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
     follows_groups: Whether the callback assumes that each group trains the same
       trial until `fit` ends.
     compares_trials: Whether the callback chooses between trials.
-    moves_optimizer: Whether the callback saves or copies optimizer state.
     is_skipping_batches: Whether `fit` reads batches again that were trained on
       before it was interrupted. `BackupAndRestore` sets it. A callback that
       changes the model must do nothing while it is True.
@@ -135,7 +134,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
   acts_on_batches = False
   follows_groups = False
   compares_trials = False
-  moves_optimizer = False
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 
@@ -179,37 +177,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     _in_fits.add(self)
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Raises an error if the model has state that this callback would miss."""
     self.is_skipping_batches = False
-    if self.moves_optimizer:
-      self._check_optimizers()
-
-  def _check_optimizers(self) -> None:
-    """Raises `ValueError` if the model has more than one optimizer."""
-    known = list(names_lib.nested_optimizers(self.model.optimizer))
-    others = [
-      name
-      for name, value in vars(self.model).items()
-      if hasattr(value, "apply_gradients")
-      and not any(value is optimizer for optimizer in known)
-    ]
-    if others:
-      raise ValueError(
-        f"{type(self).__name__} handles the state of model.optimizer only, but"
-        f" the model has other optimizers, {', '.join(sorted(others))}. Save"
-  @property
-  def keys(self) -> list[str]:
-    """How the names of each group's metrics end: its name, or `group_0`."""
-    groups = names_lib.groups_of(self.model.optimizer, None)
-    names = groups.names or ()
-    if not names or "ensemble" in names:
-      return [f"group_{i}" for i in range(groups.num_groups)]
-    # What follows the last slash in the name of a metric is the key.
-    return [name.replace("/", "_") for name in names]
-
-        " them with replica_state.save in your own callback, or move the"
-        " other optimizers out of the model's attributes."
-      )
 
   def same_fit(self) -> list["GroupCallback"]:
     """Returns this package's callbacks in the same `fit`, in list order.

@@ -53,7 +53,6 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   the file's contents in memory.
   """
 
-  moves_optimizer = True
   _counters = ("best_epoch",)
 
   def __init__(

@@ -23,6 +23,7 @@ from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
   group_state,
+  tracked,
 )
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.replica_state.archive import CheckpointError
@@ -132,10 +133,12 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
   """Restores a file that `save` or `BackupAndRestore` wrote; see `restore`."""
   names_lib.check_optimizer(optimizer)
-  if model is not None:
+  topic = f"restoring {target.name}"
+  if len(tracked.optimizers(optimizer, model)) > 1:
+    _build_saved(target, optimizer, model)
+  elif model is not None:
     _build(optimizer, model)
   state = group_state.GroupState(optimizer, model)
-  topic = f"restoring {target.name}"
   with (
     state.raising_on_all(topic) as outcomes,
     archive.naming_damage(target, OSError),
@@ -257,6 +260,19 @@ def _build(optimizer: Any, model: Any) -> None:
       )
   with strategy.scope():
     outermost.build(variables)
+
+
+def _build_saved(target: epath.Path, optimizer: Any, model: Any) -> None:
+  """Builds the optimizers that were built when a file was written."""
+  state = group_state.GroupState(optimizer, model, with_optimizer=False)
+  with (
+    state.raising_on_all(f"reading {target.name}"),
+    archive.naming_damage(target, OSError),
+    archive.reading(target) as file,
+  ):
+    saved = file.about.get("trained", {})
+  variables = {entry.name: entry.variable for entry in state.entries}
+  tracked.build(optimizer, model, saved, variables)
 
 
 def _can_train(

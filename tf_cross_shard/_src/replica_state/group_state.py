@@ -18,7 +18,7 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement, errors
-from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.replica_state import archive, tracked
 
 FORMAT: Final = "tf_cross_shard.replica_state"
 # After these errors, the workers can no longer exchange messages.
@@ -69,7 +69,7 @@ class GroupState:
   in the same order.
 
   Attributes:
-    optimizer: The optimizer.
+    optimizer: The optimizer, or a list if the model tracks several.
     entries: The variables.
     copies: Reads and writes the values that replicas have of a variable.
     groups: The groups of the optimizer.
@@ -90,12 +90,18 @@ class GroupState:
     if optimizer is not None:
       names_lib.check_optimizer(optimizer)
     self.optimizer = optimizer
-    # Optimizer state in which members of a group may differ.
-    own = set(map(id, names_lib.windows(optimizer)))
-    state = names_lib.state_variables(optimizer) if with_optimizer else []
-    self.entries = [
-      Entry(f"optimizer/{name}", v, id(v) not in own) for name, v in state
-    ]
+    self.entries: list[Entry] = []
+    if with_optimizer:
+      every = tracked.with_state(optimizer, model)
+      if "" not in every:
+        self.optimizer = list(every.values())
+      # Optimizer state in which members of a group may differ.
+      windows = set(map(id, names_lib.windows(self.optimizer)))
+      self.entries = [
+        Entry(f"optimizer/{path}{name}", v, id(v) not in windows)
+        for path, own in every.items()
+        for name, v in names_lib.state_variables(own)
+      ]
     # A variable that the optimizer and the model share is listed once.
     known = {id(replicas_lib.native(entry.variable)) for entry in self.entries}
     by_id = {id(replicas_lib.native(v)): v for v in variables_of(model)}
@@ -109,8 +115,15 @@ class GroupState:
     ]
     self.copies = replicas_lib.Copies(_strategy_of(self.entries))
     self.groups = names_lib.groups_of(
-      optimizer, self.copies.engine.num_replicas
+      self.optimizer, self.copies.engine.num_replicas
     )
+    self._trained = {}
+    if with_optimizer:
+      names_by_id = {
+        id(replicas_lib.native(entry.variable)): entry.name
+        for entry in self.entries
+      }
+      self._trained = tracked.trained(optimizer, model, names_by_id)
 
   @property
   def seeds(self) -> list[str]:
@@ -223,6 +236,7 @@ class GroupState:
       "format": FORMAT,
       "group_assignment": self.groups.to_lists(),
       "names": [entry.name for entry in self.entries],
+      "trained": self._trained,
       **({} if values is None else {"values": values}),
     }
 

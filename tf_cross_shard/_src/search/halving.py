@@ -37,6 +37,7 @@ from tf_cross_shard._src.replica_state import (
   checkpoint,
   group_models,
   group_state,
+  tracked,
 )
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.search import rungs as rungs_lib
@@ -116,7 +117,6 @@ class Halving(group_callback.GroupMonitor):
   """
 
   compares_trials = True
-  moves_optimizer = True
 
   def __init__(
     self,
@@ -284,6 +284,7 @@ class Halving(group_callback.GroupMonitor):
     paths_lib.make_folder(self._folder / "states")
     with self.model.distribute_strategy.scope():
       self.model.optimizer.build(self.model.trainable_variables)
+    tracked.check_built(self.model.optimizer, self.model, "Halving")
 
   def _check_settings(self) -> None:
     """Raises an error if the optimizer cannot take the settings of a trial."""
@@ -368,8 +369,8 @@ class Halving(group_callback.GroupMonitor):
     results = table_lib.results_of(self.table)
     results.monitor, results.sign = self.monitor, self._sign
     best = {}
-    for group, number in enumerate(self._progress.running):
     keys = self.keys
+    for group, number in enumerate(self._progress.running):
       end = f"/{keys[group]}"
       metrics = {
         name.removesuffix(end): float(logs[name])

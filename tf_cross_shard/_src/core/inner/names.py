@@ -25,8 +25,12 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
 
   If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
   LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
-  MultiOptimizer.
+  MultiOptimizer. A list stands for all of its optimizers.
   """
+  if isinstance(optimizer, list):
+    for each in optimizer:
+      yield from nested_optimizers(each)
+    return
   own = parts.find(optimizer)
   outer_scaler = None if own is None else own.inner.outer_scaler
   optimizer = optimizer if outer_scaler is None else outer_scaler

@@ -1,0 +1,169 @@
+"""Finds all optimizers that a model tracks, whatever holds them.
+
+Keras knows one optimizer of a model, `model.optimizer`. A GAN keeps its
+optimizers in attributes, lists or dictionaries, or in compiled models inside.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.replica_state import archive
+
+
+def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
+  """Returns an optimizer, and all that a model tracks, by where they are."""
+  found: dict[str, Any] = {}
+  known: set[int] = set()
+  for path, value in _walk(model, "model", set()):
+    inside = list(names_lib.nested_optimizers(value))
+    if not known.intersection(map(id, inside)):
+      found[f"{path}/"] = value
+    known.update(map(id, inside))
+  if known.intersection(map(id, names_lib.nested_optimizers(optimizer))):
+    return found
+  return {"optimizer/": optimizer, **found}
+
+
+def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
+  """Returns the built ones of `optimizers`, or the only one.
+
+  Raises:
+    ValueError: If the optimizers have different groups.
+  """
+  every = optimizers(optimizer, model)
+  built = {path: o for path, o in every.items() if _is_built(o)}
+  if len(every) == 1 or not built:
+    return {"": optimizer}
+  groups = {
+    path: names_lib.groups_of(o, None).to_lists()
+    for path, o in built.items()
+    if any(
+      isinstance(getattr(nested, "groups", None), groups_lib.Groups)
+      for nested in names_lib.nested_optimizers(o)
+    )
+  }
+  if any(own != next(iter(groups.values())) for own in groups.values()):
+    raise ValueError(
+      "The optimizers of a model must have the same groups for their state to"
+      f" be saved or copied; got {groups}."
+    )
+  return built
+
+
+def trained(
+  optimizer: Any, model: Any, names: dict[int, str]
+) -> dict[str, list[str] | None]:
+  """Returns the names of the variables that each built optimizer trains.
+
+  None for an optimizer that does not tell. `names` has the names of the model's
+  variables by `id`. The result is empty if there is one optimizer.
+  """
+  every = optimizers(optimizer, model)
+  if len(every) == 1:
+    return {}
+  found = {}
+  for path, own in every.items():
+    variables: list[Any] = []
+    for nested in names_lib.nested_optimizers(own):
+      wrapper = parts.find(nested)
+      inner = None if wrapper is None else wrapper.inner.whole
+      variables = list(
+        keras_private.trained(nested)
+        if inner is None
+        else inner.trainable_variables
+      )
+      if variables:
+        break
+    keys = [id(replicas_lib.native(variable)) for variable in variables]
+    if _is_built(own):
+      is_known = bool(keys) and names.keys() >= set(keys)
+      found[path] = [names[key] for key in keys] if is_known else None
+  return found
+
+
+def build(
+  optimizer: Any,
+  model: Any,
+  saved: dict[str, list[str] | None],
+  variables: dict[str, Any],
+) -> None:
+  """Builds the optimizers that were built when `saved` was written.
+
+  Args:
+    optimizer: An optimizer.
+    model: The model that tracks others.
+    saved: What `trained` returned.
+    variables: The model's variables by name.
+
+  Raises:
+    CheckpointError: If it is not known what one of them trains.
+  """
+  every = optimizers(optimizer, model)
+  for path, names in saved.items():
+    own = every.get(path)
+    if own is None or _is_built(own):
+      continue
+    if names is None or not variables.keys() >= set(names):
+      raise archive.CheckpointError(
+        f"The checkpoint holds the state of {path[:-1]}, which is not built,"
+        " and does not say what it trains. Call its build(variables) first,"
+        " inside `with strategy.scope():`."
+      )
+    *_, innermost = names_lib.nested_optimizers(own)
+    with keras_private.strategy(innermost).scope():
+      own.build([variables[name] for name in names])
+
+
+def check_built(optimizer: Any, model: Any, caller: str) -> None:
+  """Raises `ValueError` if an optimizer that the model tracks is not built."""
+  for path, own in optimizers(optimizer, model).items():
+    if not _is_built(own):
+      raise ValueError(
+        f"{caller} needs the state of all optimizers when `fit` begins, but"
+        f" {path[:-1]} is not built. Call its build(variables) before fit,"
+        " inside `with strategy.scope():`."
+      )
+
+
+def _is_built(optimizer: Any) -> bool:
+  return any(
+    map(keras_private.is_built, names_lib.nested_optimizers(optimizer))
+  )
+
+
+def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+  """Yields the optimizers in a model, a container or an object, and where."""
+  if id(value) in seen:
+    return
+  if hasattr(type(value), "apply_gradients"):
+    seen.add(id(value))
+    yield path, value
+    return
+  parts_of_value: list[tuple[str, Any]] = []
+  if isinstance(value, dict):
+    parts_of_value = [(f"{path}[{k!r}]", v) for k, v in value.items()]
+  elif isinstance(value, (list, tuple, set, frozenset)):
+    parts_of_value = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+  elif (
+    hasattr(value, "_flatten_layers")
+    or isinstance(value, (tf.Module, tf.__internal__.tracking.AutoTrackable))
+    or dataclasses.is_dataclass(value)
+  ):
+    attributes = getattr(value, "__dict__", {})
+    # Attributes with an underscore repeat others, in lists of Keras.
+    parts_of_value = sorted(
+      ((f"{path}.{name}", v) for name, v in attributes.items()),
+      key=lambda part: "._" in part[0],
+    )
+  if parts_of_value:
+    seen.add(id(value))
+  for part, inside in parts_of_value:
+    yield from _walk(inside, part, seen)
