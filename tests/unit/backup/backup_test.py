@@ -25,7 +25,7 @@ import tf_cross_shard
 import tf_cross_shard.tf_keras
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
-from tf_cross_shard import callbacks, replica_state
+from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
@@ -33,6 +33,7 @@ from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
+DATA = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
 EPOCHS = 4
 GROUPS = [[0, 2], [1, 3]]
 
@@ -469,3 +470,85 @@ def test_callbacks_with_a_state_come_before_it(tmp_path: pathlib.Path) -> None:
   )
   with pytest.raises(ValueError, match=words):
     _fit(model, *used)
+
+
+def test_a_run_that_finds_its_work_finished(
+  tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """It says what to delete, and keeps the program's learning rate."""
+  for rate in (0.5, 0.25):
+    model = tf.keras.Sequential(
+      [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]
+    )
+    model.compile(CrossShardOptimizer(tf.keras.optimizers.Adam(rate)), "mse")
+    backup = callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    history = testbed.fit(model, DATA, 2, callbacks=[backup]).history
+  assert not history
+  assert float(model.optimizer.learning_rate.numpy()) == 0.25
+  [text] = [t for t in caplog.messages if "trains nothing" in t]
+  assert f"delete the folder {tmp_path}" in text
+
+
+class _Gan(tf.keras.Model):
+  """A model that keeps its optimizers in a dictionary and in a list."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    dense = functools.partial(
+      tf.keras.layers.Dense, 1, kernel_initializer="ones"
+    )
+    self.first, self.second = dense(), dense()
+    self.by_name = {"first": _momentum(0.05)}
+    self.inside = tf.keras.Sequential([tf.keras.Input((1,)), dense()])
+    self.inside.compile(_momentum(0.04), "mse")
+    self.listed = [_momentum(0.03)]
+    self.build((None, 4))
+
+  def build(self, shape: Any) -> None:
+    self.first.build(shape)
+    self.second.build((None, 1))
+    self.built = True
+
+  def call(self, x: Any) -> Any:
+    return self.inside(self.second(self.first(x)))
+
+  def train_step(self, data: Any) -> Any:
+    x, y = data
+    with tf.GradientTape(persistent=True) as tape:
+      loss = tf.reduce_mean((self(x) - y) ** 2)
+    for part, optimizer in (
+      (self.first, self.by_name["first"]),
+      (self.second, self.listed[0]),
+      (self.inside, self.inside.optimizer),
+    ):
+      variables = part.trainable_variables
+      grads = tape.gradient(loss, variables)
+      optimizer.apply_gradients(zip(grads, variables, strict=True))
+    return {"loss": loss}
+
+
+def _momentum(rate: float) -> CrossShardOptimizer:
+  return CrossShardOptimizer(
+    tf.keras.optimizers.SGD(rate, momentum=0.9),
+    loss_averaged_over="global",
+  )
+
+
+@pytest.mark.tf_keras_mode
+def test_all_optimizers_that_a_model_holds(tmp_path: pathlib.Path) -> None:
+  """A resumed run equals one that was not interrupted, slots included."""
+
+  def run(epochs: int, *used: Any) -> list[Any]:
+    model = _Gan()
+    model.compile("sgd", "mse")
+    testbed.fit(model, DATA, epochs, callbacks=list(used))
+    optimizers = model.by_name["first"], model.listed[0], model.inside.optimizer
+    slots = [v for o in optimizers for v in testbed.variables_of(o)]
+    return [np.array(v) for v in (*model.trainable_variables, *slots)]
+
+  def backup() -> callbacks.BackupAndRestore:
+    return callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+
+  run(2, backup())
+  for resumed, right in zip(run(4, backup()), run(4), strict=True):
+    np.testing.assert_array_equal(resumed, right)

@@ -176,6 +176,9 @@ class BackupAndRestore(group_callback.GroupCallback):
     keras_fit.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
     if path is not None:
+      rates = names_lib.learning_rates(optimizer)
+      copies = self.state_of_groups().copies
+      of_program = [copies.here(rate) for rate in rates]
       restored = checkpoint.restore_file(path, optimizer, self.model)
       if not restored.is_exact and self._files.is_first:
         logging.warning(
@@ -230,6 +233,16 @@ class BackupAndRestore(group_callback.GroupCallback):
     if self._delete:
       self._files.delete()
     self._watch.end()
+
+  def _warn_of_end(self, path: epath.Path, epochs: int) -> None:
+    """Warns that `fit` finds its work finished, and trains nothing."""
+    if self._files.is_first:
+      logging.warning(
+        "`fit` trains nothing: the backup %s says that the training for %d"
+        " epochs is complete, and its weights were restored. To train again,"
+        " delete the folder %s; to train longer, call `fit` with more epochs.",
+        *(path, epochs, self._files.folder),
+      )
 
   def _warn_of_absent(self, states: dict[str, Any], path: epath.Path) -> None:
     """Warns of state in a backup whose callback is not in this `fit`."""
