@@ -11,7 +11,14 @@ import tensorflow as tf
 from tests.support import callback_cases as cases
 from tests.support import testbed
 from tests.support.callback_cases import PAIR, VALIDATION
-from tf_cross_shard import callbacks, keras3, tf_keras
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  keras3,
+  schedules,
+  tf_keras,
+)
+from tf_cross_shard import groups as groups_lib
 
 
 @pytest.mark.tf_keras_mode
@@ -44,20 +51,16 @@ def test_models_of_the_keras_that_tf_keras_is_not(
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize(
-  ("options", "is_evaluated"),
-  [
-    ({"validation_data": cases.data()}, True),
-    ({}, False),
-  ],
-)
-def test_fit_warns_that_it_evaluated_groups_together(
-  said: list[str], options: dict[str, Any], is_evaluated: bool
+@pytest.mark.parametrize("options", [{"validation_data": cases.data()}, {}])
+def test_fit_warns_that_keras_evaluates_groups_together(
+  said: list[str], options: dict[str, Any]
 ) -> None:
+  """Once, at the end of the first `fit`."""
   model = cases.grouped()
   for _ in range(2):
     testbed.fit(model, cases.data(), **options)
-  assert len(said) == is_evaluated
+  model.evaluate(cases.data(), verbose=0)
+  assert len(said) == 1
   for line in said:
     assert "so the result describes none of the groups" in line
     assert "tf_cross_shard.callbacks.GroupMetrics" in line
@@ -80,15 +83,42 @@ def test_callbacks_warn_once_that_evaluation_mixes_groups(
     assert len(said) == count
 
 
-def test_a_model_with_other_optimizers_is_refused() -> None:
-  """A GAN has two optimizers, and its `train_step` uses both."""
-  model = cases.grouped()
-  model.own = model.optimizer
-  judge = callbacks.GroupMetrics(VALIDATION)
+def test_no_warning_if_groups_are_judged(said: list[str]) -> None:
+  cases.fit(cases.grouped(), callbacks.GroupMetrics(VALIDATION))
+  assert not said
+
+
+def test_names_of_groups_in_the_logs() -> None:
+  named = groups_lib.singletons(2, names=["small", "a/b"])
+  model = cases.grouped(groups=named)
+  stop = callbacks.GroupEarlyStopping(patience=3)
+  used = [callbacks.GroupMetrics(VALIDATION), stop]
+  history = cases.fit(model, *used, epochs=2)
+  for key in ("loss", "val_loss", "val_mae"):
+    assert {f"{key}/small", f"{key}/a_b"} <= history.keys()
+  assert not any("group_" in key for key in history)
+  assert stop.best == [min(history[f"val_loss/{n}"]) for n in ("small", "a_b")]
+
+
+def test_a_group_that_diverges(said: list[str], tmp_path: pathlib.Path) -> None:
+  """One warning; its best value and epoch are those of no epoch."""
+  rates = schedules.PerGroup([1e30, 0.01])
   with testbed.mirrored(2).scope():
-    model.second = tf.keras.optimizers.Adam()
-  with pytest.raises(ValueError, match="has other optimizers, second"):
-    cases.fit(model, judge, callbacks.BackupAndRestore("backup"))
+    model = testbed.one_weight()
+    sgd = tf.keras.optimizers.SGD(rates)
+    model.compile(CrossShardOptimizer(sgd, group_assignment=PAIR), "mse")
+  x = np.ones([4, 1], "float32")
+  stop = callbacks.GroupEarlyStopping(patience=9)
+  keep = callbacks.GroupCheckpoint(tmp_path / "best")
+  metrics = callbacks.GroupMetrics((x, 5 * x))
+  data = tf.data.Dataset.from_tensors((x, 5 * x))
+  testbed.fit(model, data, 3, callbacks=[metrics, stop, keep])
+  texts = [text for text in said if "diverged" in text]
+  assert len(texts) == 1
+  assert "lr=1e+30 (val_loss inf), in epoch 0" in texts[0]
+  for callback in (stop, keep):
+    assert callback.best[0] == np.inf > callback.best[1]
+  assert stop.best_epoch == [-1, 2]
 
 
 # ------------------------------------------------------- judging by a metric

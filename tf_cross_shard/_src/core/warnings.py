@@ -16,7 +16,6 @@ from absl import logging
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 _MIXED_EVALUATION: Final = (
@@ -27,10 +26,9 @@ _MIXED_EVALUATION: Final = (
   " all rows; see docs/callbacks.md."
 )
 _SHARDED_AVERAGES: Final = (
-  "%s divides the moving averages among the replicas (`shard_update`), but"
-  " Keras' SwapEMAWeights cannot read such averages, and evaluated different"
-  " weights. Remove SwapEMAWeights: `fit` writes the averages into the model"
-  " when it ends."
+  "%s divides the moving averages among the replicas (`shard_update`). `fit`"
+  " has written the averages into the model, but Keras' SwapEMAWeights cannot"
+  " read such averages, and evaluates other weights: do not use it here."
 )
 # The attribute that remembers the groups of the last optimizer that was built
 # on a variable.
@@ -54,7 +52,7 @@ class GroupWarnings:
     self._inner = inner
     self._engine = engine
     self._groups = engine.groups
-    # Whether a callback evaluates every group. Then `fit` needs no warning.
+    # Whether GroupMetrics evaluates every group. Then `fit` needs no warning.
     self.is_evaluated_by_group = False
     self._logged: set[str] = set()
     # The count of steps when groups were last meant to have these weights.
@@ -121,20 +119,17 @@ class GroupWarnings:
       setattr(variable, _TRAINED_BY, groups)
 
   def end_fit(self, has_sharded_averages: bool) -> None:
-    """Warns if groups were overwritten, or if Keras evaluated wrong weights.
+    """Warns if groups were overwritten, or if Keras evaluates wrong weights.
 
     Args:
       has_sharded_averages: Whether each member keeps one part of the moving
         averages.
     """
     self.check()
-    arguments = keras_private.arguments_of_fit()
-    has_validated = arguments.get("validation_data") is not None
-    if has_validated and not self.is_evaluated_by_group:
-      self._log_once(_MIXED_EVALUATION)
-    used = getattr(arguments.get("callbacks"), "callbacks", ())
-    swaps = any(type(c).__name__ == "SwapEMAWeights" for c in used)
-    if has_sharded_averages and swaps and _SHARDED_AVERAGES not in self._logged:
+    is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
+    if not self.is_evaluated_by_group and not is_alike:
+      self.before_evaluating()
+    if has_sharded_averages and _SHARDED_AVERAGES not in self._logged:
       self._logged.add(_SHARDED_AVERAGES)
       logging.warning(_SHARDED_AVERAGES, self._name)
 

@@ -168,7 +168,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
     optimizer = getattr(model, "optimizer", None)
     for warnings in names_lib.group_warnings_of(optimizer):
       warnings.check_layers(layers)
-      warnings.is_evaluated_by_group = True
 
   def set_params(self, params: Any) -> None:
     """Registers the callback as part of a `fit`; see `same_fit`."""
@@ -197,6 +196,16 @@ class GroupCallback(tf.keras.callbacks.Callback):
       for callback in self.same_fit()
       if callback.prefix and callback.position_in_list < self.position_in_list
     ]
+
+  @property
+  def keys(self) -> list[str]:
+    """How the names of each group's metrics end: its name, or `group_0`."""
+    groups = names_lib.groups_of(self.model.optimizer, None)
+    names = groups.names or ()
+    if not names or "ensemble" in names:
+      return [f"group_{i}" for i in range(groups.num_groups)]
+    # What follows the last slash in the name of a metric is the key.
+    return [name.replace("/", "_") for name in names]
 
   def names_of_trials(self) -> list[str]:
     """Returns what each group trains; empty if groups train no trials."""

@@ -137,6 +137,8 @@ class GroupMetrics(group_callback.GroupCallback):
 
   def on_train_begin(self, logs: Any = None) -> None:
     super().on_train_begin(logs)
+    for warnings in names_lib.group_warnings_of(self.model.optimizer):
+      warnings.is_evaluated_by_group = True
     if self.prefix in self.prefixes_before():
       raise ValueError(
         "`name` must not be that of another GroupMetrics in the list of"
@@ -150,9 +152,9 @@ class GroupMetrics(group_callback.GroupCallback):
       lambda: self._names,
     )
     self._plain = None
+    self.diverged = set()
     if self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._build()
-    self.diverged = set()
       for model in (self._plain, *([self._mean] if self._members else [])):
         self._evaluate(model, "one batch", is_trial=True)
 
@@ -191,9 +193,9 @@ class GroupMetrics(group_callback.GroupCallback):
     if self._members:
       self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
+    self._warn_of_diverged(epoch, metrics)
     if logs is not None:
       logs.update(metrics)
-    self._warn_of_diverged(epoch, metrics)
 
   def _warn_of_diverged(self, epoch: int, metrics: dict[str, float]) -> None:
     """Warns once of each group, or trial, whose loss is not finite."""
@@ -215,8 +217,6 @@ class GroupMetrics(group_callback.GroupCallback):
         epoch,
       )
 
-    if not trackers or not self.same_fit() or self.prefixes_before():
-      return {}
   def _training_losses(self) -> dict[str, float]:
     """Returns each group's training loss, from Keras' tracker of the mean loss.
 
@@ -227,6 +227,8 @@ class GroupMetrics(group_callback.GroupCallback):
       for metric in self.model.metrics
       if metric.name == "loss" and len(metric.variables) == 2
     ]
+    if not trackers or not self.same_fit() or self.prefixes_before():
+      return {}
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
     # The tracker has two variables, with a value in each replica.
@@ -248,10 +250,10 @@ class GroupMetrics(group_callback.GroupCallback):
       twin = None if self._twin is None else self._twin()
       return group_models.load_group(model, 0, optimizer, into=twin)
 
-    with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
-      # The group whose weights the twin has. It is a variable so that the
     self._programs = {}
     self._state = self.state_of_groups()
+    with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
+      # The group whose weights the twin has. It is a variable so that the
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
       self._plain = make()
@@ -262,12 +264,12 @@ class GroupMetrics(group_callback.GroupCallback):
         self._members = [make() for _ in range(num_groups)]
         self._mean = _mean_of(self._members)
         _compile_like(self._plain, self._mean)
-
-  @functools.cached_property
       self._receivers = {
         id(twin): group_models.receivers(self._state, twin)
         for twin in (self._plain, *self._members)
       }
+
+  @functools.cached_property
   def _batches(self) -> dict[str, Any]:
     """The data as arguments of `evaluate`, with NumPy arrays as one dataset.
 
@@ -327,8 +329,6 @@ class GroupMetrics(group_callback.GroupCallback):
       f"{self.prefix}{key}/{run}": value for key, value in metrics.items()
     }
 
-
-def _mean_of(members: list[Any]) -> Any:
   def _make_program(self, model: Any) -> Callable[[], None] | None:
     """Returns a function that evaluates all of the data in one call.
 
@@ -357,6 +357,8 @@ def _mean_of(members: list[Any]) -> Any:
 
     return evaluate
 
+
+def _mean_of(members: list[Any]) -> Any:
   """Returns a model that averages the members' predictions and added losses.
 
   `replica_state.ensemble` is of no use here: it clones the models again, and it
