@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private, v1_update
+from tf_cross_shard._src.core.inner import keras_private, v1
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.migration import v1_slots
 from tf_cross_shard._src.replica_state import paths as paths_lib
@@ -267,7 +267,7 @@ def _state(
       label = f"{weight.name}/{name}"
       yield _Wanted(label, slot, default, f"{{}}/{name}", source, scale)
   # Keras' Adam computes the powers of its betas from `iterations`.
-  if not isinstance(innermost, v1_update.V1Update):
+  if not isinstance(innermost, v1.V1Update):
     powers = r"(.*/)?beta[12]_power(_\d+)?"
     for name in [n for n in shapes if re.fullmatch(powers, n)]:
       del shapes[name]

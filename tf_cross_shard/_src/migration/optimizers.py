@@ -5,7 +5,7 @@ import importlib
 from typing import Any, Literal
 
 from tf_cross_shard._src.core import loss_factor, versions
-from tf_cross_shard._src.core.inner import v1_conversion
+from tf_cross_shard._src.core.inner import v1
 
 
 def from_v1(
@@ -75,17 +75,17 @@ def from_v1(
       equal optimizer; if the learning rate is a schedule that Keras lacks.
     ValueError: If a hyperparameter is not a constant number.
   """
-  if not isinstance(opt, v1_conversion.V1Optimizer):
+  if not isinstance(opt, v1.V1Optimizer):
     raise TypeError(
       "`opt` must be an optimizer of tf.compat.v1.train; got"
       f" {type(opt).__module__}.{type(opt).__qualname__}: {opt!r}. Pass a Keras"
       " optimizer to CrossShardOptimizer as it is."
     )
   arguments: dict[str, Any] = {"reduction": loss_factor.MEAN}
-  if type(opt) is v1_conversion.V1CrossShard:
+  if type(opt) is v1.V1CrossShard:
     arguments = {
       "reduction": opt._reduction,
-      "name": v1_conversion.name_of(opt),
+      "name": v1.name_of(opt),
       "group_assignment": opt._group_assignment,
     }
     opt = opt._opt

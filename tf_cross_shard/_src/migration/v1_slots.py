@@ -7,20 +7,20 @@ which the kernel of the optimizer takes them.
 from collections.abc import Mapping
 from typing import Any
 
-from tf_cross_shard._src.core.inner import kernels, v1_update
+from tf_cross_shard._src.core.inner import kernels, v1
 
 
 def is_without_momentum(optimizer: Any) -> bool:
   """Returns whether it is an SGD whose slots, which tf_keras creates, idle."""
   _, kind = _kind_of(optimizer)
   is_sgd = kind is not None and kind.keras == "SGD"
-  is_v1 = isinstance(optimizer, v1_update.V1Update)
+  is_v1 = isinstance(optimizer, v1.V1Update)
   return is_sgd and not is_v1 and not float(optimizer.momentum)
 
 
 def name_and_factor(optimizer: Any) -> tuple[str, float]:
   """Returns TensorFlow 1's name of slots, and the factor of their values."""
-  if isinstance(optimizer, v1_update.V1Update):
+  if isinstance(optimizer, v1.V1Update):
     return str(optimizer.name), 1.0  # type: ignore[attr-defined]
   name, kind = _kind_of(optimizer)
   is_momentum = kind is not None and kind.keras == "SGD"
@@ -61,11 +61,11 @@ def numbers(optimizer: Any, slots: Mapping[str, Any]) -> dict[str, int]:
   return found
 
 
-def _kind_of(optimizer: Any) -> tuple[str, v1_update.Kind | None]:
+def _kind_of(optimizer: Any) -> tuple[str, v1.Kind | None]:
   """Returns TensorFlow 1's name and kind of an optimizer that it also had."""
   for keras_class in type(optimizer).__mro__:
     if keras_class.__module__.split(".")[0] in ("keras", "tf_keras"):
-      for v1_class, kind in v1_update.KINDS.items():
+      for v1_class, kind in v1.KINDS.items():
         if kind is not None and kind.keras == keras_class.__name__:
           return v1_class.__name__.removesuffix("Optimizer"), kind
   return "", None

@@ -4,13 +4,13 @@ from typing import Any, Final
 
 import keras
 
-from tf_cross_shard._src.core.inner import v1_update
+from tf_cross_shard._src.core.inner import v1
 
 _register: Final = keras.saving.register_keras_serializable("tf_cross_shard")
 _Schedule: Final[Any] = keras.optimizers.schedules.LearningRateSchedule
 
 
-class _Update(v1_update.V1Update):
+class _Update(v1.V1Update):
   """Mixin that updates by TensorFlow 1's kernels, in Keras 3."""
 
   def add_variable_from_reference(
@@ -36,11 +36,11 @@ class _Update(v1_update.V1Update):
     )
 
 
-class V1Function(v1_update.Function, _Schedule):
+class V1Function(v1.Function, _Schedule):
   """A learning rate that is read in every step."""
 
 
-for _name, _kind in v1_update.named_kinds():
+for _name, _kind in v1.named_kinds():
   _bases = (_Update, getattr(keras.optimizers, _kind.keras))
   _body = {"__module__": __name__, "__doc__": f"`{_name[2:]}Optimizer`."}
   globals()[_name] = _register(type(_name, _bases, {**_body, "kind": _kind}))

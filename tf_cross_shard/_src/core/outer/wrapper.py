@@ -17,7 +17,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
-from tf_cross_shard._src.core.inner import v1_conversion
+from tf_cross_shard._src.core.inner import v1
 from tf_cross_shard._src.core.outer import loss_scaler, saving, v1_methods
 
 # Names that `dir` does not list. Keras saves each optimizer that it finds under
@@ -107,7 +107,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
           ' a name such as "adam", or an optimizer object.'
         ) from error
     elif isinstance(opt, tf.compat.v1.train.Optimizer):
-      opt = v1_conversion.convert(opt, cls._package, cls._v1_classes)
+      opt = v1.convert(opt, cls._package, cls._v1_classes)
     for nested in names_lib.nested_optimizers(opt):
       if isinstance(nested, OptimizerWrapper):
         cls._check_wrapper_within(nested, opt)

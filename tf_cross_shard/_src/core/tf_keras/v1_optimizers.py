@@ -6,13 +6,13 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.inner import v1_update
+from tf_cross_shard._src.core.inner import v1
 
 _register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
 _Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule
 
 
-class _Update(v1_update.V1Update):
+class _Update(v1.V1Update):
   """Mixin that updates by TensorFlow 1's kernels, in tf_keras."""
 
   def add_variable_from_reference(
@@ -55,11 +55,11 @@ class _Update(v1_update.V1Update):
     )
 
 
-class V1Function(v1_update.Function, _Schedule):
+class V1Function(v1.Function, _Schedule):
   """A learning rate that is read in every step."""
 
 
-for _name, _kind in v1_update.named_kinds():
+for _name, _kind in v1.named_kinds():
   _bases = (_Update, getattr(tf_keras.optimizers, _kind.keras))
   _body = {"__module__": __name__, "__doc__": f"`{_name[2:]}Optimizer`."}
   globals()[_name] = _register(type(_name, _bases, {**_body, "kind": _kind}))
