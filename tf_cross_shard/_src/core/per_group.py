@@ -307,7 +307,7 @@ def check_rates_of(
 ) -> None:
   """Raises `ValueError` for a `PerGroup` in `optimizer` that does not fit."""
   for nested in names_lib.nested_optimizers(optimizer):
-    rates = keras_private.learning_rates(nested)
+    rates = keras_private.rates_and_schedules(nested)
     check_rates(rates, groups, schedule_class(package))
 
 
@@ -325,7 +325,7 @@ def check_settable(optimizer: Any) -> None:
 def rates_of(optimizer: Any) -> PerGroup | None:
   """Returns the PerGroup that is the learning rate of an optimizer, or None."""
   for nested in names_lib.nested_optimizers(optimizer):
-    for rate in keras_private.learning_rates(nested):
+    for rate in keras_private.rates_and_schedules(nested):
       if isinstance(rate, PerGroup):
         return rate
   return None

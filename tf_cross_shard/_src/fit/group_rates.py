@@ -50,7 +50,7 @@ def prepare(model: Any, caller: str) -> None:
 
 def is_one_number(model: Any) -> bool:
   """Returns whether the optimizer has one learning rate that can be set."""
-  return len(names_lib.learning_rates(model.optimizer)) == 1
+  return len(names_lib.rate_variables(model.optimizer)) == 1
 
 
 def read(model: Any) -> list[float]:
@@ -58,7 +58,7 @@ def read(model: Any) -> list[float]:
   rates = per_group_lib.rates_of(model.optimizer)
   if rates is not None:
     return rates.values(step=0)  # They are numbers.
-  [variable] = names_lib.learning_rates(model.optimizer)
+  [variable] = names_lib.rate_variables(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
   groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
   first = copies.read(variable, [members[0] for members in groups])
@@ -67,7 +67,7 @@ def read(model: Any) -> list[float]:
 
 def write(model: Any, rates: Sequence[float]) -> None:
   """Sets the learning rate of each group."""
-  [variable] = names_lib.learning_rates(model.optimizer)
+  [variable] = names_lib.rate_variables(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
   groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
   per_group = per_group_lib.rates_of(model.optimizer)

@@ -248,7 +248,7 @@ def _state(
   # With `shard_update`, slots are in parts; this state has whole slots.
   state = names_lib.sharded_state(optimizer) or inner_lib.adapter_of(innermost)
   v1_name, factor = v1_slots.name_and_factor(innermost)
-  rates = names_lib.learning_rates(innermost)
+  rates = names_lib.rate_variables(innermost)
   known = {id(innermost.iterations), *map(id, rates)}
   for weight in trained:
     source = sources.get(weight.name)

@@ -287,7 +287,7 @@ def _can_train(
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
   # Do not look at `iterations`, which is a tensor if Keras 3 accumulates
   # gradients.
-  own = map(replicas_lib.strategy_of, names_lib.listed(optimizer))
+  own = map(replicas_lib.strategy_of, keras_private.listed(optimizer))
   is_owned = any(owner is not None for owner in own)
   return other is strategy or not (is_owned or max(replicas) > 1)
 

@@ -168,7 +168,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
     origins[receiver] = giver
   state.compare_workers(f"copying group {source} to group {target}")
   group_state.warn_if_collapsed(state.optimizer)
-  kept = set(map(id, names_lib.learning_rates(state.optimizer)))
+  kept = set(map(id, names_lib.rate_variables(state.optimizer)))
   here = state.copies.engine.replicas_here
   for entry in state.entries:
     is_integer_model_variable = entry.name.startswith("model/") and (

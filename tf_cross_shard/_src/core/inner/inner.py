@@ -177,7 +177,7 @@ class Inner(abc.ABC):
   @property
   def variables(self) -> list[Any]:
     """The variables that the optimizer itself lists."""
-    return names_lib.listed(self.optimizer)
+    return keras_private.listed(self.optimizer)
 
   @property
   def all_variables(self) -> list[Any]:

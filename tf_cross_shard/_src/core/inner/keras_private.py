@@ -66,11 +66,11 @@ def nested(optimizer: Any) -> Sequence[Any]:
   return getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ())
 
 
-def learning_rates(optimizer: Any) -> list[Any]:
+def rates_and_schedules(optimizer: Any) -> list[Any]:
   """Returns an optimizer's learning rates: variables, numbers or schedules."""
   settings = getattr(optimizer, "_hyper", {})  # of a legacy optimizer
-  own = getattr(optimizer, "_learning_rate", None)
-  rates = own, settings.get("learning_rate")
+  rate = getattr(optimizer, "_learning_rate", None)
+  rates = rate, settings.get("learning_rate")
   return [rate for rate in rates if rate is not None]
 
 
@@ -131,39 +131,42 @@ def loss_scale(optimizer: Any) -> list[Any]:
   return [variable for variable in both if variable is not None]
 
 
-def unlisted(optimizer: Any) -> list[Any]:
-  """Returns variables that tf_keras does not list, except learning rates."""
-  settings = getattr(optimizer, "_hyper", {}).values()  # of a legacy optimizer
-  variables = [value for value in settings if hasattr(value, "assign")]
-  return [
-    *loss_scale(optimizer),
-    *variables,
-    *unlisted_attributes(optimizer).values(),
-  ]
-
-
 # tf_keras stores a schedule's value here in each step, and does not read it in
 # the next step.
 _OF_SCHEDULE: Final = "_current_learning_rate"
 
 
-def unlisted_attributes(optimizer: Any) -> dict[str, Any]:
-  """Returns the variables that only an attribute of the optimizer holds.
+def listed(optimizer: Any) -> list[Any]:
+  """Returns the variables that an optimizer lists.
 
-  tf_keras lists variables that `add_variable` created, but Nadam creates its
-  product of momentums itself. Keras 3 lists all variables in attributes, except
-  while a LossScaleOptimizer builds the optimizer.
+  `variables` is a property, or a method in legacy optimizers.
   """
   variables = getattr(optimizer, "variables", ())
-  listed = variables() if callable(variables) else variables
-  known = {id(variable) for variable in (*listed, *learning_rates(optimizer))}
-  return {
-    attribute: value
-    for attribute, value in vars(optimizer).items()
-    if variables_lib.is_variable(value)
-    and id(value) not in known
-    and attribute != _OF_SCHEDULE
-  }
+  return list(variables() if callable(variables) else variables)
+
+
+def unlisted(optimizer: Any) -> list[Any]:
+  """Returns variables that an optimizer does not list, except learning rates.
+
+  tf_keras does not list the loss scale, the hyperparameters of a legacy
+  optimizer, and variables that the optimizer creates without `add_variable`,
+  such as Nadam's product of momentums. Keras 3 lists all variables, except
+  while a LossScaleOptimizer builds the optimizer.
+  """
+  hyperparameters = getattr(optimizer, "_hyper", {}).values()
+  rates = rates_and_schedules(optimizer)
+  known = {id(value) for value in (*listed(optimizer), *rates)}
+  return [
+    *loss_scale(optimizer),
+    *(value for value in hyperparameters if hasattr(value, "assign")),
+    *(
+      value
+      for name, value in vars(optimizer).items()
+      if variables_lib.is_variable(value)
+      and id(value) not in known
+      and name != _OF_SCHEDULE
+    ),
+  ]
 
 
 def strategy(optimizer: Any) -> tf.distribute.Strategy:

@@ -6,8 +6,7 @@ These numbers depend on what a program has created before, so a different
 program would not find the same names.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tf_cross_shard._src.core import groups as groups_lib
@@ -31,8 +30,8 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
     for each in optimizer:
       yield from nested_optimizers(each)
     return
-  own = parts.find(optimizer)
-  outer_scaler = None if own is None else own.inner.outer_scaler
+  wrapper = parts.find(optimizer)
+  outer_scaler = None if wrapper is None else wrapper.inner.outer_scaler
   optimizer = optimizer if outer_scaler is None else outer_scaler
   while optimizer is not None:
     yield optimizer
@@ -49,29 +48,33 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
     ValueError: If `optimizer` is not built.
   """
   check_optimizer(optimizer)
-  found: dict[int, Any] = {}
-  trained: dict[int, Any] = {}
-  is_built, sharded = False, None
-  for nested in nested_optimizers(optimizer):
-    is_built = is_built or keras_private.is_built(nested)
-    own = listed(nested) if sharded is None else []
+  all_nested = list(nested_optimizers(optimizer))
+  variables: list[Any] = []
+  trained: list[Any] = []
+  sharded = None
+  for nested in all_nested:
+    if sharded is None:
+      variables += keras_private.listed(nested)
     sharded = sharded or _sharded_state_of(nested)
-    own += getattr(parts.find_step(nested), "state", ())
-    own += [*_rate_variables(nested), *keras_private.unlisted(nested)]
-    for variable in own:
-      found.setdefault(id(variable), variable)
-    for variable in keras_private.trained(nested):
-      trained.setdefault(id(variable), variable)
-  if not is_built:
+    variables += getattr(parts.find_step(nested), "state", ())
+    variables += [*_rate_variables(nested), *keras_private.unlisted(nested)]
+    trained += keras_private.trained(nested)
+  if not any(map(keras_private.is_built, all_nested)):
     raise ValueError(
       "`optimizer` is not built, so it has no state: got"
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
       " inside `with strategy.scope():` first."
     )
   if sharded is not None:  # The optimizer is built on shards of the weights.
-    trained = dict(enumerate(sharded.trainable_variables))
-  names = _names(list(found.values()), list(trained.values()))
-  return list(zip(unique(names), found.values(), strict=True))
+    trained = sharded.trainable_variables
+  variables = _each_once(variables)
+  names = _names(variables, _each_once(trained))
+  return list(zip(unique(names), variables, strict=True))
+
+
+def _each_once(variables: Iterable[Any]) -> list[Any]:
+  """Returns the variables without repetitions; they cannot be in a set."""
+  return list({id(variable): variable for variable in variables}.values())
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -95,27 +98,18 @@ def unique(names: Sequence[str]) -> list[str]:
   return numbered
 
 
-def listed(optimizer: Any) -> list[Any]:
-  """Returns the variables that an optimizer lists.
-
-  `variables` is a property, or a method in legacy optimizers.
-  """
-  variables = optimizer.variables
-  return list(variables() if callable(variables) else variables)
-
-
-def learning_rates(optimizer: Any) -> list[Any]:
+def rate_variables(optimizer: Any) -> list[Any]:
   """Returns the variables of all learning rates that are in use.
 
   Keras 3's LossScaleOptimizer also has its own learning rate, but does not use
   it: it uses the learning rate of its wrapped optimizer.
   """
-  all_nested = nested_optimizers(optimizer)
-  own = [
-    nested for nested in all_nested if not hasattr(nested, "inner_optimizer")
-  ]
-  rates = itertools.chain(*map(_rate_variables, own))
-  return list({id(rate): rate for rate in rates}.values())
+  return _each_once(
+    variable
+    for nested in nested_optimizers(optimizer)
+    if not hasattr(nested, "inner_optimizer")
+    for variable in _rate_variables(nested)
+  )
 
 
 def windows(optimizer: Any) -> list[Any]:
@@ -124,11 +118,7 @@ def windows(optimizer: Any) -> list[Any]:
   These variables are 0 at the start of a window, and may differ between the
   members of a group.
   """
-  return [
-    variable
-    for nested in nested_optimizers(optimizer)
-    for variable in getattr(parts.find_step(nested), "window_state", ())
-  ]
+  return [v for step in steps_of(optimizer) for v in step.window_state]
 
 
 def _rate_variables(optimizer: Any) -> list[Any]:
@@ -136,7 +126,7 @@ def _rate_variables(optimizer: Any) -> list[Any]:
 
   The schedule `PerGroup` may also hold a variable.
   """
-  rates = keras_private.learning_rates(optimizer)
+  rates = keras_private.rates_and_schedules(optimizer)
   factors = [getattr(rate, "rate_factor", None) for rate in rates]
   return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
 
@@ -149,8 +139,8 @@ def sharded_state(optimizer: Any) -> Any:
 
 def _sharded_state_of(optimizer: Any) -> Any:
   """Returns the `PlainState` of this optimizer, not of one inside it."""
-  own = parts.find(optimizer)
-  return None if own is None else own.inner.sharded_state
+  wrapper = parts.find(optimizer)
+  return None if wrapper is None else wrapper.inner.sharded_state
 
 
 def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
@@ -168,9 +158,9 @@ def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
   # Maps the prefix of a slot's name to the stable name of the trained variable.
   stable: dict[str, str] = {}
   for variable, name in zip(trained, stable_names, strict=True):
-    for given in (getattr(variable, "path", None), variable.name):
-      if given:
-        prefix = str(given).replace("/", "_").replace(":", "_")
+    for path in (getattr(variable, "path", None), variable.name):
+      if path:
+        prefix = str(path).replace("/", "_").replace(":", "_")
         stable.setdefault(f"{prefix}_", name)
   paths = []
   for path in map(variables_lib.path_of, variables):
@@ -221,6 +211,6 @@ def group_warnings_of(optimizer: Any) -> "list[warnings_lib.GroupWarnings]":
 
 
 def steps_of(optimizer: Any) -> "list[step_lib.Step]":
-  """Returns the `step.flow.StepPipeline` of each CrossShardOptimizer inside."""
+  """Returns the `step.Step` of each CrossShardOptimizer inside."""
   all_nested = nested_optimizers(optimizer)
   return list(filter(None, map(parts.find_step, all_nested)))

@@ -27,7 +27,6 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.update import whole_slots
 
@@ -182,11 +181,12 @@ class PlainState:
         self._slots[i][names[id(source)]] = whole
     # Both optimizers have the same remaining variables (counts, learning rates)
     # in the same order. Replace those of the template with those of `inner`.
-    listed = names_lib.listed(template.optimizer)
+    listed = keras_private.listed(template.optimizer)
     remaining = [v for v in listed if id(v) not in self._replacements]
-    own = [v for v in names_lib.listed(inner.optimizer) if id(v) not in sharded]
-    for variable, of_inner in zip(remaining, own, strict=True):
-      self._replacements[id(variable)] = of_inner
+    of_inner = keras_private.listed(inner.optimizer)
+    others = [v for v in of_inner if id(v) not in sharded]
+    for variable, other in zip(remaining, others, strict=True):
+      self._replacements[id(variable)] = other
     self.variables = [self._replacements[id(v)] for v in listed]
     self.checkpoint_view = self._make_checkpoint_view(template.optimizer)
 
@@ -301,7 +301,7 @@ def of_owners(
   """
   slots = [list(inner.slots(weight).items()) for weight in weights]
   known = {id(slot) for of_weight in slots for _, slot in of_weight}
-  for variable in names_lib.listed(inner.optimizer):
+  for variable in keras_private.listed(inner.optimizer):
     # Scalars, such as counts, are equal on all members.
     if id(variable) not in known and len(variable.shape):
       kind = type(inner.innermost).__name__
