@@ -176,7 +176,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     keras_fit.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
     if path is not None:
-      rates = names_lib.learning_rates(optimizer)
+      rates = names_lib.rate_variables(optimizer)
       copies = self.state_of_groups().copies
       of_program = [copies.here(rate) for rate in rates]
       restored = checkpoint.restore_file(path, optimizer, self.model)
@@ -308,8 +308,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     """Writes a backup, and deletes the oldest ones."""
     state = self.state_of_groups(with_optimizer=True)
     topic = "a backup"
-    state.compare_workers(topic)
-    arrays = state.arrays(state.names_that_differ(topic))
+    arrays = state.arrays(topic)
     for key, value in group_callback.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)
     if batch:

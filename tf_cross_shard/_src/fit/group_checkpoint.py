@@ -162,9 +162,8 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   ) -> None:
     """Replaces the improved groups' part of the file with their new state."""
     topic = f"saving {self._path.name}"
-    state.compare_workers(topic)
     prefixes = tuple(f"group_{i}/" for i in improved)
-    new = state.arrays(state.names_that_differ(topic)).items()
+    new = state.arrays(topic).items()
     kept = {n: a for n, a in self._kept.items() if not n.startswith(prefixes)}
     self._kept = kept | {n: a for n, a in new if n.startswith(prefixes)}
     arrays = dict(self._kept)

@@ -30,9 +30,6 @@ from tf_cross_shard._src.replica_state.archive import CheckpointError
 
 _SHOWN: Final = 5  # the number of names that an error lists
 
-# For each group of the program, a file and the number of the group in the file.
-GroupSources = Mapping[int, tuple[archive.Archive, int]]
-
 
 class Restored(NamedTuple):
   """The contents of a restored file that are not values of groups.
@@ -89,9 +86,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   target = paths_lib.as_path(path)
   state = group_state.GroupState(optimizer, model)
   topic = f"saving {target.name}"
-  state.compare_workers(topic)
-  differing = state.names_that_differ(topic)
-  state.write(target, topic, state.arrays(differing))
+  state.write(target, topic, state.arrays(topic))
 
 
 def restore(path: Any, optimizer: Any, model: Any = None) -> None:
@@ -149,9 +144,9 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
     _check_names(file, state, file.about["names"])
     group_size = len(_saved_groups(file)[0])
     is_exact = group_size == state.groups.group_size
-    files = {i: (file, i) for i in range(state.groups.num_groups)}
-    plan = _plan(files, state, is_exact)
-    own_arrays = {n: file[n] for n in file if not n.startswith("group_")}
+    sources = {i: (file, i) for i in range(state.groups.num_groups)}
+    values = plan(sources, state, is_exact)
+    other_arrays = {n: file[n] for n in file if not n.startswith("group_")}
   checksums = [outcome["checksum"] for outcome in outcomes]
   for i, checksum in enumerate(checksums):
     if checksum != checksums[0] and state.copies.workers is not None:
@@ -161,8 +156,8 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
         " nothing was changed. Pass a file that all workers can read, or copy"
         " it to each of them."
       )
-  state.assign(plan)
-  return Restored(file.about.get("values", {}), own_arrays, is_exact)
+  state.assign(values)
+  return Restored(file.about.get("values", {}), other_arrays, is_exact)
 
 
 def read_group(path: Any, group: int, model: Any) -> Any:
@@ -224,9 +219,7 @@ def values_of_group(
       state.leave_out_seeds()
     _check_names(file, state, names)
     return {
-      entry.name: group_models.merged(
-        entry, list(_arrays(file, entry, group).values())
-      )
+      entry.name: group_models.merged(entry, _saved_values(file, group, entry))
       for entry in state.entries
     }
 
@@ -287,31 +280,31 @@ def _can_train(
   replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
   # Do not look at `iterations`, which is a tensor if Keras 3 accumulates
   # gradients.
-  own = map(replicas_lib.strategy_of, keras_private.listed(optimizer))
-  is_owned = any(owner is not None for owner in own)
-  return other is strategy or not (is_owned or max(replicas) > 1)
+  owners = map(replicas_lib.strategy_of, keras_private.listed(optimizer))
+  has_owner = any(owner is not None for owner in owners)
+  return other is strategy or not (has_owner or max(replicas) > 1)
 
 
 def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
   """Raises `CheckpointError` unless the number of groups is the same."""
-  saved, own = _saved_groups(file), state.groups.to_lists()
-  if len(saved) != len(own):
+  saved, groups = _saved_groups(file), state.groups.to_lists()
+  if len(saved) != len(groups):
     raise CheckpointError(
       f"The checkpoint {file.path} holds {len(saved)} groups, {saved},"
-      f" but the optimizer has {len(own)}, {own}. Use a `group_assignment` with"
-      f" {len(saved)} groups; or, in the program that saved, call"
-      " replica_state.average and save with tf.train.Checkpoint, and restore"
-      " that here."
+      f" but the optimizer has {len(groups)}, {groups}. Use a"
+      f" `group_assignment` with {len(saved)} groups; or, in the program that"
+      " saved, call replica_state.average, save with tf.train.Checkpoint, and"
+      " restore that here."
     )
 
 
 def _saved_groups(file: archive.Archive) -> list[list[int]]:
   """Returns the groups in a file that `save` wrote."""
-  kind = file.about.get("format")
-  if kind != group_state.FORMAT:
+  file_format = file.about.get("format")
+  if file_format != group_state.FORMAT:
     raise CheckpointError(
       f"The checkpoint {file.path} was not written by replica_state.save"
-      f" (kind: {kind!r}). Pass a file that replica_state.save wrote."
+      f" (kind: {file_format!r}). Pass a file that replica_state.save wrote."
     )
   saved: list[list[int]] = file.about["group_assignment"]
   return saved
@@ -321,11 +314,11 @@ def _check_names(
   file: archive.Archive, state: group_state.GroupState, saved: Collection[str]
 ) -> None:
   """Raises `CheckpointError` unless file and program have the same names."""
-  own = [entry.name for entry in state.entries]
+  current = [entry.name for entry in state.entries]
   has_model = any(name.startswith("model/") for name in saved)
   for names, others, verb, end in (
-    (own, saved, "does not contain", ""),
-    (saved, own, "contains", ", which the program does not have"),
+    (current, saved, "does not contain", ""),
+    (saved, current, "contains", ", which the program does not have"),
   ):
     absent = [name for name in names if name not in set(others)]
     if absent:
@@ -337,93 +330,81 @@ def _check_names(
       )
 
 
-def _plan(
-  files: GroupSources,
+def plan(
+  sources: Mapping[int, tuple[archive.Archive, int]],
   state: group_state.GroupState,
-  is_exact: bool,
+  is_exact: bool = True,
 ) -> list[list[archive.Array]]:
   """Returns the values of each variable for the replicas of this process.
 
+  A file has one value of a variable for each group or, if the members of a
+  group had different values, one for each member:
+
+      saved by a group       x             x0, x1, x2     x0, x1, x2
+      group of the program   any size      3 members      2 members
+      member 0, 1, ... gets  x, x, ...     x0, x1, x2     mean, mean
+
+  Integers have no mean: the two members get x0 and x1. More than three members
+  get x0, x1, x2, x0, x1, ...
+
   Args:
-    files: The file of each group.
+    sources: For each group of the program, a file and the number of the group
+      in the file.
     state: The variables.
     is_exact: Whether every replica can be restored with its own values. If
       not, an unfinished accumulation window starts again: the sums of other
       members would be counted twice or not at all.
-  """
-  ids_of_sums = set(map(id, names_lib.windows(state.optimizer)))
-  plan = []
-  for entry in state.entries:
-    if not is_exact and id(entry.variable) in ids_of_sums:
-      # An empty gradient sum.
-      dtype = tf.as_dtype(entry.variable.dtype).as_numpy_dtype
-      zeros = np.zeros(tuple(entry.variable.shape), dtype)
-      plan.append([zeros] * len(state.copies.engine.replicas_here))
-      continue
-    plan.append(values_here(files, state, entry, average_members=not is_exact))
-  return plan
-
-
-def values_here(
-  files: GroupSources,
-  state: group_state.GroupState,
-  entry: group_state.Entry,
-  average_members: bool = False,
-) -> list[archive.Array]:
-  """Returns the values of a variable for the replicas of this process.
-
-  Args:
-    files: The file of each group.
-    state: The variables.
-    entry: The variable.
-    average_members: Whether all members receive the mean of the members'
-      values. If False, each member receives its own value.
 
   Raises:
-    CheckpointError: If the values do not fit the variable.
+    CheckpointError: If the values do not fit a variable.
   """
-  saved: dict[int, dict[int, archive.Array]] = {}
-  values = []
-  for replica in state.copies.engine.replicas_here:
-    index = state.groups.index_of(replica)
-    member = state.member(replica)
-    if index not in saved:
-      file, group = files[index]
-      saved[index] = _arrays(file, entry, group)
-    arrays = saved[index]
-    if average_members and group_state.has_mean(entry.variable):
-      values.append(group_models.merged(entry, list(arrays.values())))
-      continue
-    other = list(arrays)[member % len(arrays)]
-    values.append(arrays.get(member, arrays[other]))
-  exists_once = replicas_lib.strategy_of(entry.variable) is None
-  if exists_once and not replicas_lib.are_alike(values):
-    raise CheckpointError(
-      f"The checkpoint {file.path} holds one value of `{entry.name}` for each"
-      " group, but in the program the variable exists once. Create the variable"
-      " inside `with strategy.scope():`."
-    )
-  return values
+  replicas = state.copies.engine.replicas_here
+  groups = {replica: state.groups.index_of(replica) for replica in replicas}
+  windows = set(map(id, names_lib.windows(state.optimizer)))
+  values_of_entries = []
+  for entry in state.entries:
+    saved: dict[int, list[archive.Array]] = {}
+    for group in set(groups.values()):
+      saved[group] = _saved_values(*sources[group], entry)
+      if not is_exact and id(entry.variable) in windows:
+        saved[group] = [np.zeros_like(saved[group][0])]
+      elif not is_exact and group_state.has_mean(entry.variable):
+        saved[group] = [group_models.merged(entry, saved[group])]
+    values = [
+      saved[group][state.member(replica) % len(saved[group])]
+      for replica, group in groups.items()
+    ]
+    exists_once = replicas_lib.strategy_of(entry.variable) is None
+    if exists_once and not replicas_lib.are_alike(values):
+      file, _ = sources[groups[replicas[0]]]
+      raise CheckpointError(
+        f"The checkpoint {file.path} holds one value of `{entry.name}` for each"
+        " group, but in the program the variable exists once. Create the"
+        " variable inside `with strategy.scope():`."
+      )
+    values_of_entries.append(values)
+  return values_of_entries
 
 
-def _arrays(
-  file: archive.Archive, entry: group_state.Entry, group: int
-) -> dict[int, archive.Array]:
-  """Returns a group's values of a variable by member; one if all are equal.
+def _saved_values(
+  file: archive.Archive, group: int, entry: group_state.Entry
+) -> list[archive.Array]:
+  """Returns a saved group's values by member; one value if all are equal.
 
   Raises:
     CheckpointError: If shape or dtype do not fit the variable.
   """
-  size = len(file.about["group_assignment"][0])
-  keys = {j: group_state.key(entry.name, group, j) for j in range(size)}
-  arrays = {j: file[key] for j, key in keys.items() if key in file}
-  arrays = arrays or {0: file[group_state.key(entry.name, group)]}
-  for array in arrays.values():
-    kind = f"{array.dtype.name} {list(array.shape)}"
-    fits = entry.shape.is_compatible_with(array.shape)
-    if not fits or array.dtype.name != tf.as_dtype(entry.variable.dtype).name:
+  members = range(len(file.about["group_assignment"][0]))
+  keys = [group_state.key(entry.name, group, member) for member in members]
+  if keys[0] not in file:
+    keys = [group_state.key(entry.name, group)]
+  values = [file[key] for key in keys]
+  for value in values:
+    fits = entry.shape.is_compatible_with(value.shape)
+    if not fits or value.dtype.name != tf.as_dtype(entry.variable.dtype).name:
       raise CheckpointError(
-        f"The checkpoint {file.path} holds `{entry.name}` as {kind}; the"
-        f" program has {entry.kind}. Restore with the same model."
+        f"The checkpoint {file.path} holds `{entry.name}` as {value.dtype.name}"
+        f" {list(value.shape)}; the program has {entry.kind}. Restore with the"
+        " same model."
       )
-  return arrays
+  return values

@@ -224,8 +224,10 @@ def ensemble(
     inputs = _inputs_of(keras, plain[0])
     outputs = []
     for i, member in zip(chosen, plain, strict=True):
-      own = _inputs_of(keras, member)
-      group = keras.Model(own, member(own), name=f"group_{i}")
+      member_inputs = _inputs_of(keras, member)
+      group = keras.Model(
+        member_inputs, member(member_inputs), name=f"group_{i}"
+      )
       outputs.append(group(inputs))
     means = tf.nest.map_structure(
       lambda *tensors: _mean_of(keras, tensors), *outputs
@@ -279,7 +281,7 @@ def _clone(
   keras: Any, model: Any, state: group_state.GroupState, group: int
 ) -> Any:
   """Returns a new, plain model like `model`, which is not compiled."""
-  kind = type(model)
+  cls = type(model)
   # Keras 3 draws the seeds of initial values from Python's generator. Restore
   # its state afterwards, so that cloning does not change the program's numbers.
   numbers = random.getstate()
@@ -287,7 +289,7 @@ def _clone(
   # and it compiles a second CrossShardOptimizer although there are no replicas.
   try:
     layers = keras_private.layers(model)
-    own: dict[str, Any] = {
+    named: dict[str, Any] = {
       type(layer).__name__: type(layer)
       for layer in layers
       if type(layer).__module__.split(".")[0] not in keras_private.KERASES
@@ -295,7 +297,7 @@ def _clone(
     # The configuration of a Lambda has the code of its function, but not the
     # names that the code uses. So the clone receives the function itself.
     lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
-    own |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
+    named |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
     with variables_lib.outside_of_strategies():
       # Like `from_config`, but it accepts lambdas; these come from `model`.
       clone = keras.saving.deserialize_keras_object(
@@ -303,9 +305,9 @@ def _clone(
           "module": None,
           "class_name": _CLONED,
           "registered_name": _CLONED,
-          "config": _clonable(model.get_config(), own, group),
+          "config": _clonable(model.get_config(), named, group),
         },
-        custom_objects={**own, _CLONED: kind},
+        custom_objects={**named, _CLONED: cls},
         safe_mode=False,
       )
       if not clone.built:
@@ -316,7 +318,7 @@ def _clone(
   except Exception as error:
     raise ValueError(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
-      f" Create and build a second {kind.__name__} yourself, outside"
+      f" Create and build a second {cls.__name__} yourself, outside"
       " `strategy.scope()`, and pass it as `into` to load_group or best_model."
       " For GroupMetrics, pass a function that returns such a model as `twin`."
     ) from error
@@ -387,15 +389,15 @@ def _check_fits(
   return into
 
 
-def _clonable(config: Any, own: Mapping[str, Any], group: int) -> Any:
-  """Returns a configuration whose Lambda layers have the functions in `own`.
+def _clonable(config: Any, named: Mapping[str, Any], group: int) -> Any:
+  """Returns a configuration whose Lambda layers have the functions in `named`.
 
   The layers of this package become those of Keras. The configuration of the
   optimizer is left out, so that no part of the clone is compiled: loading a
   compiled clone would need this package.
   """
   if type(config) is list:
-    return [_clonable(value, own, group) for value in config]
+    return [_clonable(value, named, group) for value in config]
   if not isinstance(config, dict):
     return config
   plain = _PLAIN_LAYERS.get(str(config.get("registered_name")))
@@ -414,8 +416,8 @@ def _clonable(config: Any, own: Mapping[str, Any], group: int) -> Any:
   name = f"{_FUNCTION}{config.get('name')}"
   return {
     key: {"class_name": "function", "config": name, "registered_name": name}
-    if key == "function" and name in own and isinstance(value, dict)
-    else _clonable(value, own, group)
+    if key == "function" and name in named and isinstance(value, dict)
+    else _clonable(value, named, group)
     for key, value in config.items()
     if key != "compile_config"
   }

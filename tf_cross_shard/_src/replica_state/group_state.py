@@ -7,7 +7,7 @@ may have a different value in each replica.
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -103,9 +103,10 @@ class GroupState:
         for name, v in names_lib.state_variables(own)
       ]
     # A variable that the optimizer and the model share is listed once.
-    known = {id(replicas_lib.native(entry.variable)) for entry in self.entries}
     by_id = {id(replicas_lib.native(v)): v for v in variables_of(model)}
-    variables = [v for key, v in by_id.items() if key not in known]
+    for entry in self.entries:
+      by_id.pop(id(replicas_lib.native(entry.variable)), None)
+    variables = list(by_id.values())
     paths = variables_lib.renumbered(
       list(map(variables_lib.path_of, variables))
     )
@@ -154,34 +155,37 @@ class GroupState:
     """
     if self.groups.group_size == 1:
       return set()
-    differing = []
+    # A group, its first member and a member that differs, by name.
+    differing: dict[str, tuple[Entry, int, int, int]] = {}
     digests = self.copies.digests([entry.variable for entry in self.entries])
     for entry, of_replica in zip(self.entries, digests, strict=True):
-      for index, members in enumerate(self.groups):
-        first = of_replica[members[0]]
-        others = [r for r in members if of_replica[r] != first]
-        if others:
-          differing.append((entry, index, members[0], others[0]))
-          break
-    wrong = [difference for difference in differing if difference[0].is_shared]
+      for group, (first, *others) in enumerate(self.groups):
+        for other in others:
+          if of_replica[other] != of_replica[first]:
+            differing.setdefault(entry.name, (entry, group, first, other))
+    wrong = [pair for pair in differing.values() if pair[0].is_shared]
     if wrong:
-      raise OutOfSyncError(self._difference(topic, wrong))
-    return {entry.name for entry, *_ in differing}
+      raise OutOfSyncError(self._difference(topic, len(wrong) - 1, *wrong[0]))
+    return set(differing)
 
   def member(self, replica: int) -> int:
     """Returns the number of a replica among the members of its group."""
     members = self.groups.assignment[self.groups.index_of(replica)]
     return members.index(replica)
 
-  def arrays(self, differing: Collection[str]) -> dict[str, archive.Array]:
+  def arrays(self, topic: str) -> dict[str, archive.Array]:
     """Returns the values of every group, by their names in a checkpoint.
 
-    Each variable has one array per group. Variables in `differing` have one
-    array per member of each group. Only the first worker returns the values.
+    Each variable has one array per group or, if members of a group have
+    different values, one per member of each group. Only the first worker
+    returns the values.
 
-    Args:
-      differing: What `names_that_differ` returned.
+    Raises:
+      DisagreementError: If workers do not make the same call; it names `topic`.
+      OutOfSyncError: If members differ in a variable that they have to share.
     """
+    self.compare_workers(topic)
+    differing = self.names_that_differ(topic)
     warn_if_collapsed(self.optimizer)
     arrays: dict[str, archive.Array] = {}
     for entry in self.entries:
@@ -197,13 +201,11 @@ class GroupState:
         values = self.copies.read(entry.variable, replicas)
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
-        member = self.member(replica)
-        name = key(
-          entry.name, index, member if entry.name in differing else None
-        )
-        if self.copies.is_first:
-          arrays[name] = array
-    return arrays
+        member: int | None = self.member(replica)
+        if entry.name not in differing:
+          member = None
+        arrays[key(entry.name, index, member)] = array
+    return arrays if self.copies.is_first else {}
 
   def write(
     self,
@@ -218,7 +220,15 @@ class GroupState:
     """
     with self.raising_on_all(topic):
       if self.copies.is_first:
-        archive.write(path, arrays, self.about(values))
+        about: dict[str, Any] = {
+          "format": FORMAT,
+          "group_assignment": self.groups.to_lists(),
+          "names": [entry.name for entry in self.entries],
+          "trained": self._trained,
+        }
+        if values is not None:
+          about["values"] = values
+        archive.write(path, arrays, about)
 
   def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
     """Assigns values to the replicas of this process.
@@ -229,16 +239,6 @@ class GroupState:
     for entry, arrays in zip(self.entries, plan, strict=True):
       self.copies.write(entry.variable, arrays)
     accept_values(self.optimizer)
-
-  def about(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the description that is stored in a checkpoint."""
-    return {
-      "format": FORMAT,
-      "group_assignment": self.groups.to_lists(),
-      "names": [entry.name for entry in self.entries],
-      "trained": self._trained,
-      **({} if values is None else {"values": values}),
-    }
 
   def raising_on_all(
     self, topic: str
@@ -256,17 +256,21 @@ class GroupState:
     )
 
   def _difference(
-    self, topic: str, differing: Sequence[tuple[Entry, int, int, int]]
+    self,
+    topic: str,
+    more: int,
+    entry: Entry,
+    group: int,
+    first: int,
+    other: int,
   ) -> str:
-    """Returns the error that describes the first differing variable."""
-    entry, index, first, other = differing[0]
+    """Describes how a variable differs between two members of a group."""
     pair = self.copies.read(entry.variable, [first, other])
-    count = len(differing) - 1
-    more = f" {count} more variables differ, too." if count else ""
+    others = f" {more} more variables differ, too." if more else ""
     return (
-      f"`{entry.name}` differs within group {index}"
-      f" {list(self.groups.assignment[index])} at {topic}: replicas {first} and"
-      f" {other} {_difference_in_words(*pair)}.{more} Members stay equal if"
+      f"`{entry.name}` differs within group {group}"
+      f" {list(self.groups.assignment[group])} at {topic}: replicas {first} and"
+      f" {other} {_difference_in_words(*pair)}.{others} Members stay equal if"
       " they start equal and only the optimizer changes them. Use"
       " replica_state.values() to find what else assigns the variable, or"
       " average() to make all replicas equal again."
@@ -303,9 +307,9 @@ def raising_on_all(
   if workers is None:
     return
   words = error and str(getattr(error, "strerror", None) or error)
-  own = {"error": words, "errno": getattr(error, "errno", None), **outcomes[0]}
-  extra_timeout = nbytes / _SLOWEST
-  texts = agreement.exchange(workers, topic, json.dumps(own), extra_timeout)
+  number = getattr(error, "errno", None)
+  text = json.dumps({"error": words, "errno": number, **outcomes[0]})
+  texts = agreement.exchange(workers, topic, text, nbytes / _SLOWEST)
   if error is not None:
     raise error
   outcomes[:] = map(json.loads, texts)
@@ -318,8 +322,8 @@ def raising_on_all(
 
 def key(name: str, group: int, member: int | None = None) -> str:
   """Returns the name of an array of a group, or of one member, in a file."""
-  own = "" if member is None else f"member_{member}/"
-  return f"group_{group}/{own}{name}"
+  of_member = "" if member is None else f"member_{member}/"
+  return f"group_{group}/{of_member}{name}"
 
 
 def warn_if_collapsed(optimizer: Any) -> None:

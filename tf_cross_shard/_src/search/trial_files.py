@@ -27,8 +27,7 @@ def save(
   All workers call this function; the first worker writes.
   """
   topic = "saving groups"
-  state.compare_workers(topic)
-  arrays = state.arrays(state.names_that_differ(topic))
+  arrays = state.arrays(topic)
   about = {
     "format": group_state.FORMAT,
     "group_assignment": [list(range(state.groups.group_size))],
@@ -37,11 +36,11 @@ def save(
   with state.raising_on_all(topic):
     for group, path in paths.items() if state.copies.is_first else ():
       # In its own file, the group is number 0.
-      own = group_state.key("", group)
+      prefix = group_state.key("", group)
       renamed = {
-        group_state.key(name.removeprefix(own), 0): array
+        group_state.key(name.removeprefix(prefix), 0): array
         for name, array in arrays.items()
-        if name.startswith(own)
+        if name.startswith(prefix)
       }
       archive.write(path, renamed, about)
 
@@ -64,8 +63,6 @@ def restore(paths: Sequence[epath.Path], state: group_state.GroupState) -> None:
       path: stack.enter_context(archive.reading(path))
       for path in set(here.values())
     }
-    places = {i: (files[path], 0) for i, path in here.items()}
-    plan = [
-      checkpoint.values_here(places, state, entry) for entry in state.entries
-    ]
-  state.assign(plan)
+    sources = {i: (files[path], 0) for i, path in here.items()}
+    values = checkpoint.plan(sources, state)
+  state.assign(values)
