@@ -1,15 +1,11 @@
 """Converts a checkpoint of TensorFlow 1 to one of TensorFlow 2 and Keras.
 
-    TensorFlow 1, by name                     Keras, by object
-    dense/kernel                         ──▶  weight of the model
-    dense/kernel/Adam, .../Adam_1        ──▶  its slots momentum and velocity
-    global_step                          ──▶  optimizer.iterations
-
-Names decide which variable receives which value, and nothing else. Where they
-leave a choice, the user makes it with the argument `names`.
+TensorFlow 1, by name                     Keras, by object
+dense/kernel                         ──▶  weight of the model
+dense/kernel/Adam, .../Adam_1        ──▶  its slots momentum and velocity
+global_step                          ──▶  optimizer.iterations
 """
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -19,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private, v1
+from tf_cross_shard._src.core.inner import keras_private, kernels, v1
 from tf_cross_shard._src.core.inner import names as names_lib
-from tf_cross_shard._src.migration import v1_slots
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
 _Names = Mapping[str, str | None]
@@ -68,15 +64,13 @@ def convert_checkpoint(
   """Converts weights, slots and the number of steps from TensorFlow 1.
 
   Afterwards, the model and the optimizer hold the values on every replica, and
-  `dst` is a checkpoint of TensorFlow 2. Another program reads it, with an
-  optimizer of the same class that is built on the same variables, by
+  `dst` is a checkpoint of TensorFlow 2 that another program can read with
 
       tf.train.Checkpoint(model=model, optimizer=optimizer).read(dst)
 
-  See `tf_cross_shard.migration` for an example. Hyperparameters are not in a
-  checkpoint: give the new optimizer those of the old one. The momentum of a
-  Keras SGD contains the learning rate, so training continues unchanged as long
-  as the learning rate does not change.
+  See `tf_cross_shard.migration` for an example. Give the new optimizer the
+  hyperparameters of the old one, which are not in a checkpoint. The momentum of
+  a Keras SGD contains the learning rate: do not change the learning rate.
 
   A weight is found by its own name, with or without the name of the model
   before it; a slot by the name that TensorFlow 1 gave it, such as `weight/Adam`
@@ -85,10 +79,9 @@ def convert_checkpoint(
   Args:
     src: The prefix of the old checkpoint, or a folder with its latest one.
     dst: The prefix of the new checkpoint. Its folder is created if necessary.
-    model: A Keras model or a tf.Module with its variables created, or a list
-      of variables.
-    optimizer: A CrossShardOptimizer or another optimizer of Keras 3 or
-      tf_keras. If it is not built, it is built on the trainable variables.
+    model: A Keras model or a tf.Module, built, or a list of variables.
+    optimizer: A CrossShardOptimizer or another Keras optimizer. If it is not
+      built, it is built on the trainable variables.
     names: Names in the checkpoint of what is not found by itself, by the names
       in the model and the optimizer ("dense/kernel", "dense/kernel/momentum",
       "iterations"; "name#2" for a second one). "{}" stands for every weight, as
@@ -98,19 +91,12 @@ def convert_checkpoint(
     iterations: The number of steps that the old program had made. None (the
       default) reads the only `global_step` of the checkpoint.
 
-  Returns:
-    The names that were matched and those that were not.
-
   Raises:
     ValueError: If something has no counterpart or more than one, or another
       shape or dtype, in which case no value has changed.
     FileExistsError: If there is a checkpoint at `dst`.
   """
-  if not tf.executing_eagerly():
-    raise RuntimeError(
-      "A checkpoint is converted eagerly; this is in a tf.function or a graph."
-      " Convert it before training."
-    )
+  replicas_lib.check_between_steps()
   target = os.fspath(paths_lib.as_path(dst, "dst"))
   if tf.io.gfile.exists(f"{target}.index"):
     raise FileExistsError(
@@ -120,7 +106,15 @@ def convert_checkpoint(
   reader = _open(src)
   shapes = {n: tuple(s) for n, s in reader.get_variable_to_shape_map().items()}
   weights = _weights(model, shapes)
-  trained = _build(optimizer, model, weights)
+  strategy = replicas_lib.strategy_of(weights[0].variable)
+  scope = (strategy or tf.distribute.get_strategy()).scope
+  listed = [w.variable for w in weights if w.variable.trainable]
+  variables = list(getattr(model, "trainable_variables", listed))
+  if not keras_private.is_built(inner_lib.innermost(optimizer)):
+    with scope():
+      optimizer.build(variables)
+  by_id = {id(weight.variable): weight for weight in weights}
+  trained = [by_id[id(variable)] for variable in variables]
   names = names or {}
   found = _sources(weights, names, shapes)
   wanted = [*weights, *_state(optimizer, trained, found, shapes)]
@@ -137,16 +131,15 @@ def convert_checkpoint(
   )
   _check(done, wanted, names, reader)
   # Read all values first: a damaged file is an error before any value changes.
-  values = []
-  for each in wanted:
-    if (source := sources.get(each.name)) in shapes:
-      dtype = _dtype(each).as_numpy_dtype
-      value = np.asarray(reader.get_tensor(source), dtype)
-      values.append((each.variable, value * dtype(each.factor)))
+  values = [
+    (each.variable, _read(reader, sources[each.name], each))
+    for each in wanted
+    if sources.get(each.name) in shapes
+  ]
   if iterations is not None:
     values.append((wanted[-1].variable, iterations))
-  for variable, value in values:
-    with _scope(variable):
+  with scope():
+    for variable, value in values:
       variable.assign(value)
   tf.train.Checkpoint(model=model, optimizer=optimizer).write(target)
   return done
@@ -172,8 +165,10 @@ class _Wanted(NamedTuple):
   factor: float = 1.0
 
 
-def _dtype(each: _Wanted) -> Any:
-  return tf.as_dtype(each.variable.dtype)
+def _read(reader: Any, source: str, wanted: _Wanted) -> Any:
+  """Reads the value of a variable."""
+  dtype = tf.as_dtype(wanted.variable.dtype).as_numpy_dtype
+  return np.asarray(reader.get_tensor(source), dtype) * dtype(wanted.factor)
 
 
 def _open(src: Any) -> Any:
@@ -181,8 +176,7 @@ def _open(src: Any) -> Any:
   path = os.fspath(paths_lib.as_path(src, "src"))
   if not tf.io.gfile.exists(f"{path}.index"):
     path = tf.train.latest_checkpoint(path) or path
-  # Not load_checkpoint: if there is also a folder of this name, it reads the
-  # latest checkpoint of that folder.
+  # `load_checkpoint` would prefer a folder of this name.
   reader: Any = tf.compat.v1.train.NewCheckpointReader(path)
   if reader.has_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"):
     raise ValueError(
@@ -224,19 +218,6 @@ def _weights(model: Any, shapes: _Shapes) -> list[_Wanted]:
   return weights
 
 
-def _build(
-  optimizer: Any, model: Any, weights: Sequence[_Wanted]
-) -> list[_Wanted]:
-  """Creates the slots unless they exist; returns the weights that have some."""
-  by_id = {id(weight.variable): weight for weight in weights}
-  listed = [w.variable for w in weights if w.variable.trainable]
-  trained = list(getattr(model, "trainable_variables", listed))
-  if not keras_private.is_built(inner_lib.innermost(optimizer)):
-    with _scope(weights[0].variable):
-      optimizer.build(trained)
-  return [by_id[id(variable)] for variable in trained]
-
-
 def _state(
   optimizer: Any,
   trained: Sequence[_Wanted],
@@ -247,27 +228,28 @@ def _state(
   innermost = inner_lib.innermost(optimizer)
   # With `shard_update`, slots are in parts; this state has whole slots.
   state = names_lib.sharded_state(optimizer) or inner_lib.adapter_of(innermost)
-  v1_name, factor = v1_slots.name_and_factor(innermost)
+  v1_names = _v1_names(innermost)
+  is_v1 = isinstance(innermost, v1.V1Update)
+  is_sgd = "Momentum" in v1_names.values() and not is_v1
+  # tf_keras creates slots for an SGD without momentum, too.
+  is_idle = is_sgd and not float(innermost.momentum)
+  factor = _factor_of_momentum(innermost) if is_sgd and not is_idle else 1.0
   rates = names_lib.rate_variables(innermost)
   known = {id(innermost.iterations), *map(id, rates)}
   for weight in trained:
     source = sources.get(weight.name)
     slots = state.slots(weight.variable)
-    numbers = v1_slots.numbers(innermost, slots)
     known |= set(map(id, slots.values()))
-    if source is None or v1_slots.is_without_momentum(innermost):
+    if source is None or is_idle:
       continue
     for name, slot in slots.items():
-      # TensorFlow 1 calls its slots "Adam", "Adam_1", "Adam_2", ...; it had no
-      # optimizer with slots that have no number.
-      number = numbers.get(name)
-      old = f"{v1_name}_{number}" if number else v1_name
-      default = f"{source}/{name if number is None else old}"
-      scale = 1.0 if number is None else factor
+      v1_name = v1_names.get(id(getattr(slot, "parts", slot)))
+      default = f"{source}/{v1_name or name}"
+      scale = factor if v1_name else 1.0
       label = f"{weight.name}/{name}"
       yield _Wanted(label, slot, default, f"{{}}/{name}", source, scale)
   # Keras' Adam computes the powers of its betas from `iterations`.
-  if not isinstance(innermost, v1.V1Update):
+  if not is_v1:
     powers = r"(.*/)?beta[12]_power(_\d+)?"
     for name in [n for n in shapes if re.fullmatch(powers, n)]:
       del shapes[name]
@@ -280,10 +262,54 @@ def _state(
   )
 
 
+def _v1_names(optimizer: Any) -> dict[int, str]:
+  """Returns TensorFlow 1's names of slots, by their ids.
+
+  These are "Adam", "Adam_1" and so on, in the order in which the kernel of the
+  optimizer takes the slots. Some optimizers are not in TensorFlow 1.
+  """
+  kerases = keras_private.KERASES
+  classes = type(optimizer).__mro__
+  classes = [c for c in classes if c.__module__.split(".")[0] in kerases]
+  for v1_class, kind in v1.KINDS.items():
+    if kind is not None and kind.keras in [c.__name__ for c in classes]:
+      name = v1_class.__name__.removesuffix("Optimizer")
+      if isinstance(optimizer, v1.V1Update):
+        name = str(optimizer.name)  # type: ignore[attr-defined]
+      centered = "Centered" if getattr(optimizer, "centered", False) else ""
+      kernel = kernels.KERNELS[centered + kind.kernel]
+      # A slot that Keras does not have is counted, too.
+      return {
+        id(slot): f"{name}_{number}" if number else name
+        for number, attribute in enumerate(kernel.slots.values())
+        for slot in getattr(optimizer, attribute, None) or ()
+      }
+  return {}
+
+
+def _factor_of_momentum(sgd: Any) -> float:
+  """Returns v / a, for the momentum a of TensorFlow 1 and v of Keras' SGD.
+
+  With the gradient g, the weight w and a constant learning rate:
+
+      TensorFlow 1   a = momentum * a + g           w = w - rate * a
+      Keras          v = momentum * v - rate * g    w = w + v
+  """
+  config = sgd.get_config()
+  if isinstance(config["learning_rate"], dict) or config.get("decay"):
+    raise ValueError(
+      f"`optimizer` is {type(sgd).__name__}, whose momentum includes the"
+      " learning rate of each step, but TensorFlow 1's momentum does not: it"
+      " cannot be converted if the learning rate is a schedule. Pass what"
+      " tf_cross_shard.migration.from_v1 returns for TensorFlow 1's optimizer."
+    )
+  return -float(config["learning_rate"])
+
+
 def _only_scalar(name: str, shapes: _Shapes) -> str | None:
   """Returns the only scalar of a name, in any scope; None if it is not one."""
-  fits = [n for n, shape in shapes.items() if shape == ()]
-  fits = [n for n in fits if re.fullmatch(rf"(.*/)?{name}", n)]
+  scalars = [n for n, shape in shapes.items() if shape == ()]
+  fits = [n for n in scalars if re.fullmatch(rf"(.*/)?{name}", n)]
   return fits[0] if len(fits) == 1 else None
 
 
@@ -333,10 +359,12 @@ def _check(
   lines: list[str] = []
   for each in wanted[:-1]:  # The number of steps may have any integer dtype.
     if (source := done.matched.get(each.name)) is not None:
-      kind = f"{_dtype(each).name} {list(each.variable.shape)}"
-      other = f"{dtypes[source].name} {shapes[source]}"
-      if kind != other:
-        lines.append(f"  {each.name}: {kind} in the model, {other} in {source}")
+      dtype = tf.as_dtype(each.variable.dtype).name
+      expected = f"{dtype} {list(each.variable.shape)}"
+      actual = f"{dtypes[source].name} {shapes[source]}"
+      if expected != actual:
+        words = f"{expected} in the model, {actual} in {source}"
+        lines.append(f"  {each.name}: {words}")
   if lines:
     raise ValueError(
       "Shapes or dtypes differ:\n" + "\n".join(lines) + "\nBuild the model as"
@@ -369,11 +397,3 @@ def _listed(side: str, shapes: Mapping[str, Any]) -> list[str]:
   """Lists names and shapes under a heading; nothing if there are none."""
   lines = [f"  {name} {list(shapes[name])}" for name in sorted(shapes)]
   return [f"{side}:", *lines] if lines else []
-
-
-def _scope(variable: Any) -> contextlib.AbstractContextManager[Any]:
-  """Returns the scope of the strategy that a variable belongs to."""
-  strategy = getattr(
-    variables_lib.native(variable), "distribute_strategy", None
-  )
-  return strategy.scope() if strategy else contextlib.nullcontext()
