@@ -128,6 +128,20 @@ def test_communication_options_of_multi_worker_strategy_are_used() -> None:
   assert of_strategy.call_args.kwargs["asked"] == "nccl"
 
 
+def test_workers_compare_variables_and_gradients_once() -> None:
+  strategy = tf.distribute.MultiWorkerMirroredStrategy()
+  lines = mock.Mock(return_value=["reduction: mean"])
+  variables = [tf.Variable(1.0)]
+  with (
+    mock.patch.object(multi_worker.agreement, "of_strategy"),
+    mock.patch.object(multi_worker.agreement, "compare_workers") as compare,
+  ):
+    engine = multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
+    for grad in (None, None, tf.constant(1.0), None):
+      engine.compare_workers("a step", variables, [grad], lines)
+  assert compare.call_count == lines.call_count == 2
+
+
 def test_one_worker_of_a_multi_worker_strategy_accumulates() -> None:
   strategy = tf.distribute.MultiWorkerMirroredStrategy()
   assert strategy.num_replicas_in_sync == 1
