@@ -134,14 +134,14 @@ class Copies:
     """Returns the copies that the given replicas have."""
     if len(self.engine.replicas_here) == self.engine.num_replicas:
       return self.here(variable, replicas)
-    own = self.here(variable)
+    here = self.here(variable)
     if tf.TensorShape(native(variable).shape).is_fully_defined():
-      copies = self.gather(own)
+      copies = self.gather(here)
     else:
       # Copies may have different numbers of rows: pad them with rows of zeros,
       # gather, and remove the padding.
-      counts = [int(n) for n in self.gather([np.array(len(a)) for a in own])]
-      copies = self.gather([_pad_rows(array, max(counts)) for array in own])
+      counts = [int(n) for n in self.gather([np.array(len(a)) for a in here])]
+      copies = self.gather([_pad_rows(array, max(counts)) for array in here])
       copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
     return [copies[replica] for replica in replicas]
 
@@ -150,7 +150,7 @@ class Copies:
 
     Two copies with the same digest have the same bits.
     """
-    own = [
+    digests_here = [
       [
         hashlib.blake2b(array.tobytes(), digest_size=_DIGEST).digest()
         for array in self.here(variable)
@@ -160,33 +160,33 @@ class Copies:
     # One gather for all variables: each replica sends its digests in a row.
     rows = [
       np.frombuffer(b"".join(of_replica), np.uint8)
-      for of_replica in zip(*own, strict=True)
+      for of_replica in zip(*digests_here, strict=True)
     ]
     digests = [row.tobytes() for row in self.gather(rows)]
     return [
       [row[start : start + _DIGEST] for row in digests]
-      for start in range(0, _DIGEST * len(own), _DIGEST)
+      for start in range(0, _DIGEST * len(variables), _DIGEST)
     ]
 
-  def gather(self, own: Sequence[Array]) -> list[Array]:
-    """Returns the arrays of all replicas, given those of this process.
+  def gather(self, here: Sequence[Array]) -> list[Array]:
+    """Returns the arrays of all replicas; `here` are those of this process.
 
     The arrays of all replicas have the same dtype and shape.
     """
     engine = self.engine
     if len(engine.replicas_here) == engine.num_replicas:
-      return list(own)
-    words = _to_words(own)
-    parts = [np.zeros([engine.num_replicas, 0], np.int32)]
+      return list(here)
+    words = _to_words(here)
+    chunks = [np.zeros([engine.num_replicas, 0], np.int32)]
     for start in range(0, words.shape[1], _MOST_WORDS):
-      part = tf.constant(words[:, start : start + _MOST_WORDS])
+      chunk = tf.constant(words[:, start : start + _MOST_WORDS])
       try:
-        joined = _gather_words(engine.strategy, part)
+        joined = _gather_words(engine.strategy, chunk)
         [first, *_] = engine.strategy.experimental_local_results(joined)
-        parts.append(first.numpy().reshape([engine.num_replicas, -1]))
+        chunks.append(first.numpy().reshape([engine.num_replicas, -1]))
       except tf.errors.OpError as error:
         raise errors.from_message(str(error.message)) or error from error
-    return [_from_words(row, own[0]) for row in np.concatenate(parts, axis=1)]
+    return [_from_words(row, here[0]) for row in np.concatenate(chunks, axis=1)]
 
   def _copies(self, variable: Any) -> Sequence[Any]:
     """Returns the copies of this process, or the only one if all share it."""

@@ -116,8 +116,8 @@ def convert_checkpoint(
   by_id = {id(weight.variable): weight for weight in weights}
   trained = [by_id[id(variable)] for variable in variables]
   names = names or {}
-  found = _sources(weights, names, shapes)
-  wanted = [*weights, *_state(optimizer, trained, found, shapes)]
+  of_weights = _sources(weights, names, shapes)
+  wanted = [*weights, *_state(optimizer, trained, of_weights, shapes)]
   labels = names_lib.unique([each.name for each in wanted])
   wanted = [w._replace(name=n) for w, n in zip(wanted, labels, strict=True)]
   sources = _sources(wanted, names, shapes)
@@ -211,9 +211,9 @@ def _weights(model: Any, shapes: _Shapes) -> list[_Wanted]:
   for label, path, variable in zip(labels, paths, variables, strict=True):
     # The checkpoint has the name with or without the model's, but not both,
     # and no other weight has the same name: otherwise `names` must decide.
-    found = {path, prefix + path} & shapes.keys()
-    is_sure = paths.count(path) == 1 and len(found) == 1
-    default = found.pop() if is_sure else None
+    fits = {path, prefix + path} & shapes.keys()
+    is_sure = paths.count(path) == 1 and len(fits) == 1
+    default = fits.pop() if is_sure else None
     weights.append(_Wanted(label, variable, default, "{}", path))
   return weights
 

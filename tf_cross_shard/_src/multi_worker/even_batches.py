@@ -84,19 +84,19 @@ def even(
     logging.warning("Workers have %s batches; all run %d.", lengths, common)
   # Repeat, because a dataset that drops examples at random may be shorter in
   # the next epoch than it was when it was counted.
-  own = dataset.repeat()
+  batches = dataset.repeat()
   if mode == "pad":
     # This worker's batches, then its first batch repeated forever with sample
     # weights of 0.
     more = dataset.take(1).cache().repeat().map(_weighted(0.0))
-    own = own.take(length).map(_weighted(1.0)).concatenate(more)
+    batches = batches.take(length).map(_weighted(1.0)).concatenate(more)
   # Cut to the common length, which `len` then knows without reading.
   known = tf.data.experimental.assert_cardinality(common)
   options = tf.data.Options()
   options.experimental_distribute.auto_shard_policy = (
     tf.data.experimental.AutoShardPolicy.OFF
   )
-  return own.take(common).apply(known).with_options(options)
+  return batches.take(common).apply(known).with_options(options)
 
 
 def _weighted(weight: float) -> Any:

@@ -205,18 +205,18 @@ def check_tf_config(text: str | None) -> None:
     if not config.get("cluster"):
       return  # To TensorFlow, this is a single worker.
     cluster = tf.train.ClusterSpec(config["cluster"])
-    places = {
+    addresses = {
       (job, str(index)): cluster.task_address(job, index)
       for job in cluster.jobs
       for index in cluster.task_indices(job)
     }
-    for address in places.values():
+    for address in addresses.values():
       if not _ADDRESS.fullmatch(str(address)):
         raise ValueError(f"the address {address!r} is not host:port")
-    place = (config["task"]["type"], str(config["task"]["index"]))
-    if place not in places:
-      known = ", ".join(f"{job} {index}" for job, index in places)
-      raise ValueError(f"the cluster has {known}, but no {' '.join(place)}")
+    task = (config["task"]["type"], str(config["task"]["index"]))
+    if task not in addresses:
+      known = ", ".join(f"{job} {index}" for job, index in addresses)
+      raise ValueError(f"the cluster has {known}, but no {' '.join(task)}")
 
 
 @contextlib.contextmanager
@@ -226,14 +226,14 @@ def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
   Construct the strategy inside this context.
   """
   tasks = agreement.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
-  place = (resolver.task_type, int(resolver.task_id or 0))
-  own = [task for task in tasks if task[:2] == place]
-  if len(tasks) < 2 or not own:
+  job_and_index = (resolver.task_type, int(resolver.task_id or 0))
+  mine = [task for task in tasks if task[:2] == job_and_index]
+  if len(tasks) < 2 or not mine:
     yield
     return
   first, *others = tasks
   # Worker 0: wait here, with a limit, until all others accept connections.
-  if place == first[:2]:
+  if mine[0] == first:
     silent = _silent_tasks(others, time.monotonic() + timeout)
     if silent:
       raise _missing(first, silent, timeout)
@@ -259,7 +259,7 @@ def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
   try:
     yield
   except tf.errors.DeadlineExceededError as error:
-    raise _missing(own[0], [first], timeout) from error
+    raise _missing(mine[0], [first], timeout) from error
   finally:
     faulthandler.cancel_dump_traceback_later()
 

@@ -134,8 +134,8 @@ def _name(variable: Any) -> str:
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """Returns the optimizer's slots of the variables, each slot once."""
   layers = names_lib.nested_optimizers(optimizer)
-  found = list(filter(None, map(parts.find, layers)))
-  states = [wrapper.inner.whole.slots for wrapper in found]
+  wrappers = filter(None, map(parts.find, layers))
+  states = [wrapper.inner.whole.slots for wrapper in wrappers]
   if not states:
     raise ValueError(
       "`slots` needs a CrossShardOptimizer, which lists its slots; got"

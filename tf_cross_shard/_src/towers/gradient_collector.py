@@ -118,12 +118,12 @@ class GradientCollector:
         yield
     finally:
       _local.collector = self.tape = None
-    for first, own in itertools.zip_longest(self._calls[0], self._calls[-1]):
-      if first is None or own is None or own.key != first.key:
+    for first, call in itertools.zip_longest(self._calls[0], self._calls[-1]):
+      if first is None or call is None or call.key != first.key:
         raise ValueError(
           "`model_fn` must call the same optimizers in the same order in every"
           f" tower; tower {len(self._calls) - 1} called"
-          f" {own or 'no optimizer'}, but tower 0 called"
+          f" {call or 'no optimizer'}, but tower 0 called"
           f" {first or 'no optimizer'}. Nothing was applied; do not let the"
           " calls depend on the data."
         )

@@ -276,9 +276,8 @@ def replicate_model_fn(
   tower is the i-th variable of the first tower in the first call. You get an
   error if a tower creates a different number of variables, or variables of
   different shapes or dtypes. Only optimizers and `metrics` may differ
-  between modes; create them
-  after all other variables. `tf.compat.v1.get_variable` finds its variable by
-  name.
+  between modes; create them after all other variables.
+  `tf.compat.v1.get_variable` finds its variable by name.
 
   If you create layers or optimizers outside model_fn, build them before the
   first call. A tf.function creates variables in its first call only, so use one
@@ -373,8 +372,8 @@ def _loss_reduction(loss_reduction: Any) -> str:
 
 def _as_devices(devices: Any) -> list[str]:
   """Returns the names of devices; checks that this machine has them all."""
-  given = [devices] if isinstance(devices, str) else list(devices)
-  names = [getattr(device, "name", device) or "" for device in given]
+  listed = [devices] if isinstance(devices, str) else list(devices)
+  names = [getattr(device, "name", device) or "" for device in listed]
   local = [device.name for device in tf.config.list_logical_devices()]
   specs = [tf.DeviceSpec.from_string(name) for name in local]
   wanted = [tf.DeviceSpec.from_string(name) for name in names if name]

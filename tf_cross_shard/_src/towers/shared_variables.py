@@ -170,8 +170,8 @@ class CallVariables:
       # The first tower of this mode. Its weights are all variables that belong
       # to no optimizer and no metric; they must be the weights of other modes.
       holders = [*self._optimizers, *(metrics or {}).values()]
-      own = {id(v) for holder in holders for v in _variables_of(holder)}
-      weights = [variable for variable in made if id(variable) not in own]
+      of_holders = {id(v) for holder in holders for v in _variables_of(holder)}
+      weights = [v for v in made if id(v) not in of_holders]
       if not shared.orders:
         shared.weights = weights
       elif list(map(id, weights)) != list(map(id, shared.weights)):

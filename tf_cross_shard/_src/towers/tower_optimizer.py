@@ -136,12 +136,12 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     if isinstance(wrapper, TowerOptimizer):
       super()._check_wrapper_within(wrapper, opt)
     elif wrapper is not opt:
-      kind = type(opt).__name__
+      name = type(opt).__name__
       raise ValueError(
-        f"`{cls._argument}` must not be a {kind} around a CrossShardOptimizer:"
+        f"`{cls._argument}` must not be a {name} around a CrossShardOptimizer:"
         " the loss would not be multiplied by the CrossShardOptimizer's factor."
-        f" Put the {kind} innermost:"
-        f" TowerOptimizer(CrossShardOptimizer({kind}(...)))."
+        f" Put the {name} innermost:"
+        f" TowerOptimizer(CrossShardOptimizer({name}(...)))."
       )
 
   def build(self, variables: Any) -> None:
@@ -191,11 +191,11 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     """Computes this tower's gradients, times the factor of its loss."""
     collector = self._collector()
     factor = self._factor()
-    own = None if collector is None else collector.tape
-    tape = own if tape is None and tf.is_tensor(loss) else tape
+    of_tower = None if collector is None else collector.tape
+    tape = of_tower if tape is None and tf.is_tensor(loss) else tape
     optimizer = self._inner.optimizer
     # The tower's tape must not record the computation of gradients.
-    with own.stop_recording() if own else contextlib.nullcontext():
+    with of_tower.stop_recording() if of_tower else contextlib.nullcontext():
       if isinstance(optimizer, CrossShardOptimizer):
         pairs = parts.step_of(optimizer).differentiate(
           loss, var_list, tape, default, options
@@ -284,10 +284,10 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     The loss scaling optimizer would look for overflows in the gradients of one
     tower instead of their sum.
     """
-    kind = type(outer_scaler).__name__
+    name = type(outer_scaler).__name__
     raise ValueError(
-      f"{kind} must not wrap a TowerOptimizer: it would look for an"
+      f"{name} must not wrap a TowerOptimizer: it would look for an"
       " overflow in the gradients of one tower, not in their sum. Put it"
-      f" inside: TowerOptimizer({kind}(...)), and pass auto_scale_loss=False to"
+      f" inside: TowerOptimizer({name}(...)), and pass auto_scale_loss=False to"
       " compile(), which would otherwise wrap the optimizer again."
     )

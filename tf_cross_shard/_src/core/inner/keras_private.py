@@ -26,8 +26,8 @@ CLIP: Final = "_clip_gradients"
 
 def keras_of(model: Any) -> Any:
   """Returns the module of the Keras that a model belongs to."""
-  for kind in type(model).__mro__:
-    root = kind.__module__.split(".")[0]
+  for cls in type(model).__mro__:
+    root = cls.__module__.split(".")[0]
     if root in KERASES:
       return importlib.import_module(root)
   raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")

@@ -102,8 +102,8 @@ _ATTRIBUTES: Final = {
 
 def setting(opt: Any, name: str) -> Any:
   """Returns a TensorFlow 1 optimizer's value for a setting of Keras."""
-  own = f"_{name}"
-  return getattr(opt, own if hasattr(opt, own) else _ATTRIBUTES[name])
+  attribute = f"_{name}" if hasattr(opt, f"_{name}") else _ATTRIBUTES[name]
+  return getattr(opt, attribute)
 
 
 def named_kinds() -> Iterator[tuple[str, Kind]]:

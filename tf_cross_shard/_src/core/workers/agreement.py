@@ -83,14 +83,14 @@ def of_strategy(strategy: tf.distribute.Strategy) -> Workers | None:
   if resolver is None or not resolver.cluster_spec() or not has_service:
     return None
   all_tasks = tasks(resolver.cluster_spec())
-  places = [task[:2] for task in all_tasks]
-  place = (resolver.task_type, int(resolver.task_id))
-  if len(places) < 2 or place not in places:
+  jobs = [task[:2] for task in all_tasks]
+  job = (resolver.task_type, int(resolver.task_id))
+  if len(jobs) < 2 or job not in jobs:
     return None
   names = tuple(map(name, all_tasks))
   return Workers(
     names,
-    places.index(place),
+    jobs.index(job),
     timeout_of(strategy),
     step_timeout_of(strategy),
   )
@@ -113,19 +113,12 @@ def name(task: Task) -> str:
 
 
 def timeout_of(strategy: Any) -> float:
-  """Returns how many seconds the workers of a strategy wait for each other.
-
-  It is the strategy's `timeout`. If that is None, it is the value of the
-  environment variable `VARIABLE`, or `TIMEOUT`.
-  """
+  """Returns how many seconds the workers of a strategy wait for each other."""
   return _seconds(strategy, "timeout", VARIABLE, TIMEOUT)
 
 
 def step_timeout_of(strategy: Any) -> float:
-  """Returns how many seconds workers wait for each other in a step.
-
-  This is `step_timeout`, the value of `STEP_VARIABLE`, or `STEP_TIMEOUT`.
-  """
+  """Returns how many seconds workers wait for each other in a step."""
   return _seconds(strategy, "step_timeout", STEP_VARIABLE, STEP_TIMEOUT)
 
 
@@ -331,10 +324,10 @@ def variable_lines(trained: Iterable[Any]) -> list[str]:
 
 def gradient_lines(grads: Sequence[Gradient]) -> list[str]:
   """Returns the dtypes of gradients, and which are row-sparse, as lines."""
-  kinds = [
+  dtypes = [
     "None"
     if grad is None
     else grad.dtype.name + " rows" * isinstance(grad, tf.IndexedSlices)
     for grad in grads
   ]
-  return [f"gradient {i}: {kind}" for i, kind in enumerate(kinds)]
+  return [f"gradient {i}: {dtype}" for i, dtype in enumerate(dtypes)]

@@ -109,8 +109,8 @@ def from_message(text: str) -> Exception | None:
   reported = _REPORTED.search(text)
   if reported:
     is_missing = reported[1] == MissingWorkerError.__name__
-    kind = MissingWorkerError if is_missing else DisagreementError
-    return kind(reported[2])
+    error = MissingWorkerError if is_missing else DisagreementError
+    return error(reported[2])
   if not _SIGNS.search(text):
     return None
   misfit = _MISFIT.search(text)
