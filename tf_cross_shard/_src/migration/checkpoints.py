@@ -269,8 +269,8 @@ def _v1_names(optimizer: Any) -> dict[int, str]:
   optimizer takes the slots. Some optimizers are not in TensorFlow 1.
   """
   kerases = keras_private.KERASES
-  classes = type(optimizer).__mro__
-  classes = [c for c in classes if c.__module__.split(".")[0] in kerases]
+  bases = type(optimizer).__mro__
+  classes = [c for c in bases if c.__module__.split(".")[0] in kerases]
   for v1_class, kind in v1.KINDS.items():
     if kind is not None and kind.keras in [c.__name__ for c in classes]:
       name = v1_class.__name__.removesuffix("Optimizer")

@@ -166,7 +166,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     To create it, this worker waits until the first worker sends the initial
     value.
     """
-    if self.run_watched is None or not tf.executing_eagerly():
+    workers = self._workers
+    if workers is None or not tf.executing_eagerly():
       return make(**kwargs)
     name = kwargs.get("name") or "Variable"
     shape = kwargs.get("shape")
@@ -185,9 +186,9 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       cause = errors.from_message(str(error.message))
       if cause is None:
         raise
-      if not errors.is_reported(str(error.message)):
-        workers = self._workers
-        cause = type(cause)(
+      is_known = errors.is_reported(str(error.message))
+      if isinstance(cause, errors.DisagreementError) and not is_known:
+        cause = errors.DisagreementError(
           f"{cause} {workers.own_name} was creating the variable {name}."
         )
         key_value_store.report(workers.index, cause)
