@@ -104,11 +104,7 @@ def draw(runs: Mapping[str, GroupHistory], path: str) -> None:
       _draw_accuracy(axes[0], name, run)
     axes[0].set(title="Each group's own weights on the test images")
     axes[0].set(xlabel="epoch", ylabel="accuracy (%)")
-    # Leave out the first epochs: their low values would compress all others.
-    late = [run.accuracy[len(run.accuracy) // 4 :] for run in runs.values()]
-    lowest = 100 * min(map(np.min, late))
-    # Leave room for the legend.
-    axes[0].set_ylim(np.floor(max(lowest, 70.0)) - 12, 100.5)
+    axes[0].set_ylim(0, 100.5)
     axes[0].legend(loc="lower right")
     for run in several[:1]:
       for label, values, color in (

@@ -1,7 +1,7 @@
 """Several logical devices in one process, as the replicas of tests need them.
 
 Tests run on logical CPUs. `TEST_DEVICE=GPU` makes the tests that use
-`testbed.mirrored` run on GPUs, as `tools/gpu_check.sh` does.
+`testbed.mirrored` run on GPUs.
 """
 
 import os
