@@ -5,20 +5,8 @@
 #   bash tools/nightly.sh 20261123    # repeats the checks of that night
 #
 # Each night trains other random programs and kills processes at other moments.
-# To repeat one failure only, run the command that is printed before its output.
-# Exits with 1 if a check fails, after all checks have run.
-#
-# How long a check takes on two cores:
-#
-#   bazel_test.sh     about 10 minutes
-#   mutants.py        not measured; one or a few test files for each mutant, with
-#                     a limit of 10 minutes for each
-#   preemptions.py    about 7 s for each kill of one process, 10 s with two
-#                     workers and 30 s with four: each kill starts the program
-#                     again, in processes that a server forks
-#   fuzz.py           1 hour for 3,000 programs (500 take 10 minutes); not
-#                     measured with tf_keras or on workers
-#   soak.py           about 20 minutes; 22 minutes of CPU time were measured
+# Takes hours. To repeat one failure only, run the command that is printed before
+# its output. Exits with 1 if a check fails, after all checks have run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -56,12 +44,12 @@ check "$python" tools/preemptions.py --kills=20 --seed="$seed" --workers=4
 check "$python" tools/preemptions.py --kills=40 --seed="$seed" --faults
 # Do random programs train as plain Keras and NumPy say? The first seeds of two
 # nights are 10,000 apart, so no program is tried in two nights.
-check "$python" tools/fuzz.py --seeds=3000 --start="${seed}0000"
-check env TF_USE_LEGACY_KERAS=1 \
-  "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000"
-check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
-check env TF_USE_LEGACY_KERAS=1 \
-  "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
+for legacy in 0 1; do
+  export TF_USE_LEGACY_KERAS=$legacy
+  check "$python" tools/fuzz.py --seeds=2000 --start="${seed}0000"
+  check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
+done
+unset TF_USE_LEGACY_KERAS
 # Does long training need ever more memory, threads or open files?
 check "$python" tools/soak.py
 
