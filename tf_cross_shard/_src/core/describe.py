@@ -162,9 +162,16 @@ def _ways(
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]
   ways = plan.ways(list(map(variables_lib.native, variables)), are_sparse)
-  for i, is_sparse in enumerate(are_sparse):
-    if is_sparse and step.tables.is_by_rows:
-      ways[i] = fused.Way("rows", "only the rows in the batch")
+  for i, variable in enumerate(variables):
+    if step.tables.is_embedding(variable):
+      name, reason = ways[i]
+      if are_sparse[i] and step.tables.is_by_rows:
+        name, reason = "rows", "only the rows in the batch"
+      sums_rows = plan.sums_rows or step.tables.is_lazy or wrapped.sums_rows
+      how = "repeated ids as in plain Keras, not summed first"
+      if sums_rows or not are_sparse[i]:
+        how = "repeated ids summed first"
+      ways[i] = fused.Way(name, "; ".join(filter(None, (reason, how))))
   return dict(zip(map(id, variables), ways, strict=True))
 
 

@@ -224,13 +224,32 @@ def test_dtypes() -> None:
   ]
 
 
-def test_all_gather_raises() -> None:
+def test_dtypes_that_tpus_do_not_sum() -> None:
   engine = one_program.TPU(testbed.virtual(2), groups.contiguous(2, 2))
   with pytest.raises(TypeError, match=r"TPUs sum only bfloat16, .* int64\."):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
+
+
+def test_rows_are_gathered_if_the_strategy_does(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  strategy = testbed.virtual(4)
+  engine = one_program.TPU(strategy, groups.Groups([[0, 2], [1, 3]]))
   assert not engine.supports_sparse
-  with pytest.raises(NotImplementedError, match="Make the tensors dense"):
-    engine.all_gather([tf.zeros([2])])
+  monkeypatch.setattr(strategy.extended, "gathers_rows", True, raising=False)
+  assert engine.supports_sparse
+
+  @tf.function(autograph=False)
+  def gather() -> Any:
+    def rows() -> tf.Tensor:
+      return engine.all_gather([tf.fill([2, 1], testbed.mark())])[0]
+
+    return strategy.run(rows)
+
+  found = testbed.per_replica_results(strategy, gather())
+  for index, rows in enumerate(found):
+    first = 2.0 ** (index % 2)
+    assert rows == [[first], [first], [4 * first], [4 * first]]
 
 
 def test_wrong_number_of_replicas() -> None:

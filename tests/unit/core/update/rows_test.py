@@ -132,14 +132,15 @@ def test_lazy_rows_of_groups(kind: str, package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("lazy_rows", [False, True])
 @pytest.mark.parametrize(
   ("kind", "settings"), [("SGD", {"momentum": 0.0}), ("Adagrad", {})]
 )
-def test_exact_as_plain_keras_with_dense_gradients(
-  kind: str, settings: dict[str, Any], package: str
+def test_exact_as_plain_keras(
+  kind: str, settings: dict[str, Any], lazy_rows: bool, package: str
 ) -> None:
-  """The weights have the same bits. Integers make all sums exact."""
-  optimizer = _optimizer(package, kind, settings=settings)
+  """With `lazy_rows`, as plain Keras with dense gradients."""
+  optimizer = _optimizer(package, kind, settings=settings, lazy_rows=lazy_rows)
   found = _train_one(optimizer, tf.float32)
   plain = optimizer.inner_optimizer.from_config(
     optimizer.inner_optimizer.get_config()
@@ -148,8 +149,10 @@ def test_exact_as_plain_keras_with_dense_gradients(
   weight = table(TABLE.astype("float32"))
   plain.build([weight])
   for batch in _group_batches([0, 1]):
-    dense = tf.convert_to_tensor(_slices(batch, tf.float32))
-    plain.apply_gradients([(dense, weight)])
+    grad = _slices(batch, tf.float32)
+    if lazy_rows:
+      grad = tf.convert_to_tensor(grad)
+    plain.apply_gradients([(grad, weight)])
   np.testing.assert_allclose(found, weight.numpy(), rtol=0, atol=1e-7)
   np.testing.assert_array_equal(found[5:], np.float32(TABLE[5:]))
 

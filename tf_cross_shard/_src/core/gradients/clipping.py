@@ -23,6 +23,7 @@ def clip(
   global_clipnorm: Any = None,
   clipvalue: Any = None,
   keep_infinite: bool = False,
+  sums_rows: bool = True,
 ) -> list[Gradient]:
   """Clips gradients by norm, by global norm or by value.
 
@@ -33,7 +34,8 @@ def clip(
       clipvalue        min(max(g_i, -c), c)
 
   Rows of a sparse gradient that share an index are added first, so that the
-  norm of a gradient does not depend on how it is stored.
+  norm of a gradient does not depend on how it is stored. Keras does not add
+  them, except after it has clipped by a global norm.
 
   >>> clip([tf.constant([3.0, 4.0]), None], clipnorm=1.0)[0].numpy().tolist()
   [0.6000000238418579, 0.800000011920929]
@@ -47,6 +49,7 @@ def clip(
       limits are None.
     keep_infinite: Whether `clipvalue` leaves infinite elements unclipped, so
       that a later check finds the overflow.
+    sums_rows: Whether to add rows that share an index first, unlike Keras.
 
   Returns:
     The clipped gradients, in the dtypes of `grads`.
@@ -54,8 +57,10 @@ def clip(
   limits = (clipnorm, global_clipnorm, clipvalue)
   if limits == (None, None, None):
     return list(grads)
-  # Norms are computed in float32 or wider, over rows without duplicates.
-  wide = [_widen(grad) for grad in grads]
+  merged = (
+    [row_sparse.merge_duplicates(g) for g in grads] if sums_rows else grads
+  )
+  wide = [_widen(grad) for grad in merged]
   if clipnorm is not None:
     wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
   elif global_clipnorm is not None:
@@ -72,6 +77,7 @@ def clip(
       )[0][0]
       for grad in wide
     ]
+    wide = [row_sparse.merge_duplicates(grad) for grad in wide]
   elif clipvalue is not None:
     wide = [
       _each(grad, _clip_by_value, clipvalue, keep_infinite) for grad in wide
@@ -96,8 +102,6 @@ def limits_of(optimizer: Any) -> dict[str, Any]:
 
 def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
   """Returns the sum of the squares of all elements.
-
-  A sparse gradient must not hold an index twice.
 
   >>> float(square_of_norm([tf.constant([3.0]), None, tf.constant([4.0])]))
   25.0
@@ -181,12 +185,7 @@ def _clip_by_value(
 
 
 def _widen(grad: Gradient) -> Gradient:
-  """Prepares a gradient for its norm: merges rows, widens half precision.
-
-  In float16, the square of 300 is infinite.
-  """
-  if isinstance(grad, tf.IndexedSlices):
-    grad = row_sparse.merge_duplicates(grad)
+  """Widens half precision: in float16, the square of 300 is infinite."""
   if _dtype(grad) in (tf.float16, tf.bfloat16):
     return _each(grad, tf.cast, tf.float32)
   return grad

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 
-def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+def merge_duplicates(slices: Any) -> Any:
   """Adds up rows that share an index, so that no index occurs twice.
 
   The dense value of the gradient does not change. Duplicates matter to
@@ -30,8 +30,11 @@ def merge_duplicates(slices: tf.IndexedSlices) -> tf.IndexedSlices:
   If `indices` are a result of `tf.unique`, the slices are returned unchanged,
   also if a branch or a nested function captures `indices`. Calling `tf.unique`
   twice would fail under XLA (`tf.function(jit_compile=True)`): the second call
-  would mistake the padding of the first for rows.
+  would mistake the padding of the first for rows. A dense gradient and None are
+  returned unchanged.
   """
+  if not isinstance(slices, tf.IndexedSlices):
+    return slices
   rows = tf.convert_to_tensor(slices.indices)  # A tuple in Keras' own tests.
   # A single row needs no `tf.unique`, whose result XLA cannot use in every
   # operation.

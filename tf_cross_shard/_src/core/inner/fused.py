@@ -35,6 +35,7 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.inner import keras_private, kernels, overriding
 
 # Maps the name of a Keras class to a function that returns the name of the
@@ -213,6 +214,9 @@ class Plan:
       device.
     reason: Why `kernel` is None.
     applies_to_sparse: Whether `reason` also applies to row-sparse gradients.
+    sums_rows: Whether the kernel also updates variables with a row-sparse
+      gradient, which becomes dense: rows of the same index are added up first,
+      unlike in Keras 3.
     own: The name of what updates a variable if neither `kernel` nor XLA does,
       which is the optimizer's own `update_step`: "Keras", or the kernel of an
       optimizer of TensorFlow 1.
@@ -223,6 +227,7 @@ class Plan:
   at_any_size: bool = False
   reason: str = ""
   applies_to_sparse: bool = False
+  sums_rows: bool = False
   own: str = "Keras"
 
   def has_kernel(self, variable: Any) -> bool:
@@ -249,7 +254,7 @@ class Plan:
     dtype = kernels.dtype_of(variable)
     if self.applies_to_sparse:
       return Way(self.own, self.reason)
-    if is_sparse:
+    if is_sparse and not self.sums_rows:
       return Way(self.own, "no kernel for row-sparse gradients")
     if dtype not in _DTYPES:
       return Way(self.own, f"no kernel for {dtype.name}")
@@ -301,7 +306,7 @@ def plan(
     return Plan(reason="fused_update=False", applies_to_sparse=True, own=own)
   kernel = find_kernel(optimizer)
   if kernel is not None:
-    return Plan(kernel)
+    return Plan(kernel, sums_rows=bool(wanted))
   is_faster = keras_class(optimizer) in _FASTER_COMPILED and (
     "update_step" not in vars(optimizer)
   )
@@ -409,9 +414,11 @@ class _UpdateStep:
     if is_sparse and self._row_step is not None:
       self._row_step(self._plain, gradient, variable, *rate)
       return
-    if kernel is None or is_sparse or not self._plan.has_kernel(native):
+    is_kernels = self._plan.sums_rows or not is_sparse
+    if kernel is None or not is_kernels or not self._plan.has_kernel(native):
       self._plain(gradient, variable, *rate)
       return
+    gradient = row_sparse.to_dense(gradient, native)
     index = self._index(variable)
     slots = {
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])

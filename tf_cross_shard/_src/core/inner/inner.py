@@ -41,11 +41,12 @@ class Inner(abc.ABC):
     checkpointed: The object whose children a checkpoint saves: the optimizer,
       or the view of a sharded optimizer.
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
+    sums_rows: Whether the optimizer adds up rows of the same index before it
+      updates, and clips row-sparse gradients without making them dense.
   """
 
-  # Whether Keras' clipping by `global_clipnorm` makes row-sparse gradients
-  # dense.
-  _is_dense_after_norm: bool
+  sums_rows: bool
+
   # The name of the dictionary that maps a variable's key to its index.
   _index_attribute: str
 
@@ -304,14 +305,18 @@ class Inner(abc.ABC):
       self.innermost, **{keras_private.DECAY: decay_others}
     )
 
-  def clipping_rows(self) -> contextlib.AbstractContextManager[Any]:
+  def clipping_rows(
+    self, sums_rows: bool
+  ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context that clips by the optimizer's limits, not by its code.
 
-    Keras would clip whole tables.
+    Keras would clip whole tables. `sums_rows` is whether rows of the same index
+    have been added up.
     """
 
     def clip(grads: Sequence[Gradient]) -> list[Gradient]:
-      return clipping.clip(grads, **clipping.limits_of(self.innermost))
+      limits = clipping.limits_of(self.innermost)
+      return clipping.clip(grads, **limits, sums_rows=sums_rows)
 
     return overriding.overriding(self.innermost, **{keras_private.CLIP: clip})
 
@@ -321,14 +326,14 @@ class Inner(abc.ABC):
     Keras cannot do this.
     """
     if getattr(self.innermost, "global_clipnorm", None):
-      return self.clipping_rows()
+      return self.clipping_rows(sums_rows=False)
     return contextlib.nullcontext()
 
   @property
   def clips_to_dense(self) -> bool:
     """Whether Keras' clipping makes row-sparse gradients dense."""
     limit = clipping.limits_of(self.innermost)["global_clipnorm"]
-    return self._is_dense_after_norm and limit is not None
+    return not self.sums_rows and limit is not None
 
   @property
   def is_called_by_loss_scaler(self) -> bool:

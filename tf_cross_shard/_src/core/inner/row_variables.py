@@ -72,6 +72,16 @@ class Rows:
     """Subtracts from the rows."""
     self.assign(self._value - tf.cast(value, self.dtype))
 
+  def scatter_add(self, slices: tf.IndexedSlices) -> None:
+    """Adds to some of the rows, which may occur several times."""
+    values = tf.cast(slices.values, self.dtype)
+    indices = slices.indices[:, tf.newaxis]
+    self.assign(tf.tensor_scatter_nd_add(self._value, indices, values))
+
+  def scatter_sub(self, slices: tf.IndexedSlices) -> None:
+    """Subtracts from some of the rows, which may occur several times."""
+    self.scatter_add(tf.IndexedSlices(-slices.values, slices.indices))
+
   def write(self) -> None:
     """Stores the rows in the variable. No other row is read or written."""
     tf.raw_ops.ResourceScatterUpdate(

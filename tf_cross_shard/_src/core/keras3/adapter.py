@@ -24,7 +24,7 @@ from tf_cross_shard._src.core.inner import names as names_lib
 class Keras3Adapter(inner_lib.Inner):
   """A wrapped `keras.optimizers.Optimizer`."""
 
-  _is_dense_after_norm = True
+  sums_rows = False
   _index_attribute = "_trainable_variables_indices"
 
   @property

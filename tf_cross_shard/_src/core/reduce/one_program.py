@@ -9,8 +9,11 @@ XLA's collectives receive the groups as an operand:
 Gradients are not packed into buffers. The TPU compiler merges small sums by
 itself, and packing would only copy the gradients twice.
 
-A TPU program has no shapes that depend on data. Row-sparse gradients therefore
-become dense, as in the TPU's own optimizers.
+On TPUs, row-sparse gradients become dense, as in the TPU's own optimizers: the
+rows of all replicas would often be more than those of the table. Replicas on
+one device send nothing, so they gather rows, as many as there are lookups. No
+program has shapes that depend on data, so none updates only the rows in the
+batch.
 """
 
 import contextlib
@@ -40,12 +43,11 @@ class TPU(engine.Engine):
   A different strategy whose replicas run one XLA program, such as the virtual
   TPU, can also use this engine. It must provide the two methods
   `extended.cross_replica_sum(tensor, group_assignment)` and
-  `extended.all_to_all(tensor, group_assignment)`.
+  `extended.all_to_all(tensor, group_assignment)`. With `extended.gathers_rows`,
+  gradients of embedding tables stay row-sparse.
   """
 
   is_spmd = True
-  # The number of distinct rows, and so a shape, would depend on data.
-  supports_sparse = False
   method = "CrossReplicaSum, in one XLA program"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -59,11 +61,12 @@ class TPU(engine.Engine):
     assignment = self.groups.to_lists()
     return [self._sum(tensor, assignment) for tensor in tensors]
 
+  @property
+  def supports_sparse(self) -> bool:  # type: ignore[override]
+    return bool(getattr(self.strategy.extended, "gathers_rows", False))
+
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    raise NotImplementedError(
-      "Replicas of a TPU program cannot gather rows, because shapes in the"
-      " program cannot depend on data. Make the tensors dense."
-    )
+    return list(map(self._gather, tensors))
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
@@ -82,8 +85,11 @@ class TPU(engine.Engine):
     """
     if part.dtype == tf.float64:
       return super().all_gather_part(part)
+    return self._gather(part)
+
+  def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
     exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
-    repeated = tf.tile(part, [self.groups.group_size])
+    repeated = tf.concat([tensor] * self.groups.group_size, axis=0)
     return exchange(repeated, _in_order(self.groups))
 
   @property

@@ -1,7 +1,7 @@
 """Sums gradients over the group, exactly or in half precision.
 
     dense gradients     narrow ▶ pack ▶ all-reduce ▶ unpack ▶ widen
-    sparse gradients    narrow ▶ all-gather rows ▶ widen ▶ sum duplicate rows
+    sparse gradients    narrow ▶ all-gather rows ▶ widen
 
 "Narrow" rounds a gradient to the half-precision dtype of the wire, if you chose
 one, and "widen" converts the sum back.
@@ -66,7 +66,8 @@ class Wire:
         result[i] = sum over r in group of grads_r[i]
 
     The sum of None is None. The sum of sparse gradients is sparse, and holds
-    each row once.
+    the rows of all members. Rows of the same index are not added up: they are
+    the rows that one device would have for the whole batch of the group.
 
     Args:
       grads: Gradients from `make_reducible`. At one position, all members have
@@ -126,17 +127,17 @@ class Wire:
   def _sum_sparse(
     self, grads: Sequence[tf.IndexedSlices]
   ) -> list[tf.IndexedSlices]:
-    """Gathers the rows of all members, then adds up rows of the same index."""
-    if grads and self.engine.groups.group_size > 1:
-      # One all-gather for the values and indices of all gradients.
-      parts = [part for grad in grads for part in (grad.values, grad.indices)]
-      gathered = packing.widen(
-        self.engine.all_gather(packing.narrow(parts, self._dtype)), parts
+    """Gathers the rows of all members."""
+    if not grads or self.engine.groups.group_size == 1:
+      return list(grads)
+    # One all-gather for the values and indices of all gradients.
+    parts = [part for grad in grads for part in (grad.values, grad.indices)]
+    gathered = packing.widen(
+      self.engine.all_gather(packing.narrow(parts, self._dtype)), parts
+    )
+    return [
+      tf.IndexedSlices(values, indices, grad.dense_shape)
+      for grad, values, indices in zip(
+        grads, gathered[::2], gathered[1::2], strict=True
       )
-      grads = [
-        tf.IndexedSlices(values, indices, grad.dense_shape)
-        for grad, values, indices in zip(
-          grads, gathered[::2], gathered[1::2], strict=True
-        )
-      ]
-    return [row_sparse.merge_duplicates(grad) for grad in grads]
+    ]

@@ -27,7 +27,7 @@ _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 class TfKerasAdapter(inner_lib.Inner):
   """A wrapped `tf_keras.optimizers.Optimizer`."""
 
-  _is_dense_after_norm = False
+  sums_rows = True
   _index_attribute = "_index_dict"
   # The methods that compute gradients. The first method calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)

@@ -93,11 +93,11 @@ class Update:
     with contextlib.ExitStack() as rare:
       if self.tables.is_lazy:
         self.tables.warn_if_slow(sums, variables)
-      if any(isinstance(total, tf.IndexedSlices) for total in sums):
-        rare.enter_context(self.tables.in_force(sums, variables))
-      elif inner_lib.has_several_dtypes(sums):
+      if inner_lib.has_several_dtypes(sums):
         # Keras cannot clip gradients of different dtypes by one norm.
         rare.enter_context(self.inner.clipping_across_dtypes())
+      if any(isinstance(total, tf.IndexedSlices) for total in sums):
+        sums = rare.enter_context(self.tables.in_force(sums, variables))
       self.inner.apply(sums, variables, through_apply, self.tables.row_step)
 
   def gather_weights(self, sums: Sequence[Gradient]) -> None:

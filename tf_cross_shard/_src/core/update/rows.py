@@ -1,8 +1,8 @@
 """Embedding tables that are updated by rows.
 
 Only some rows of an embedding table W occur in a batch, so the gradient is
-row-sparse. With i the indices of these rows, g the rows of the gradient (rows
-of the same index are added up) and S the slots of W:
+row-sparse. With i the indices of these rows without duplicates, g the rows of
+the gradient and S the slots of W:
 
     W[i], S[i] = opt.update(W[i], S[i], g)        other rows do not change
 
@@ -12,6 +12,13 @@ also change no other rows. For these optimizers, the update by rows computes the
 same numbers as plain Keras. For all other optimizers it is a different update,
 which you ask for with `lazy_rows`. A row that is not in the batch keeps its
 slots and does not decay, but Adam's bias correction still counts the step.
+
+An index may occur several times in a batch, with gradients g_1, ..., g_k. Keras
+3 squares each of them, as if each were the gradient of a step of its own; with
+`lazy_rows`, rows are added up first, as tf_keras does:
+
+    Keras 3      v = ... + g_1^2 + ... + g_k^2
+    lazy_rows    v = ... + (g_1 + ... + g_k)^2
 
 References:
   LazyAdam of TensorFlow Addons: Adam with `lazy_rows=True` is LazyAdam.
@@ -126,20 +133,21 @@ class Tables:
 
     It does not look at the gradient.
     """
-    supports_rows = self._has_rows and self._engine.supports_sparse
+    supports_rows = self._has_rows and not self._engine.is_spmd
     return supports_rows and self.is_embedding(variable)
 
   @property
   def is_by_rows(self) -> bool:
     """Returns whether the traced step updates only rows in the batch.
 
-    Steps that XLA compiles update all rows. Momentum and weight decay are read
-    in each call, because the user may assign them.
+    Steps that XLA compiles, and those whose replicas are one program, update
+    all rows. Momentum and weight decay are read in each call, because the user
+    may assign them.
     """
     optimizer = self._inner.innermost
-    return not fused.is_compiled(optimizer) and (
-      self.is_lazy or (self._has_rows and is_exact(optimizer))
-    )
+    has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
+    is_static = self._engine.is_spmd or fused.is_compiled(optimizer)
+    return has_rows and not is_static
 
   def clips_to_dense(self, variables: Sequence[Any]) -> bool:
     """Returns whether clipping by `opt` makes all row-sparse sums dense.
@@ -184,11 +192,20 @@ class Tables:
   @contextlib.contextmanager
   def in_force(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
-  ) -> Iterator[None]:
-    """Makes the user's optimizer update only the rows of row-sparse sums."""
+  ) -> Iterator[Sequence[Gradient]]:
+    """Makes the user's optimizer update only the rows of row-sparse sums.
+
+    Yields the sums. With `lazy_rows`, rows of the same index are added up.
+    """
     if not self.is_by_rows:
-      yield
+      yield (
+        list(map(row_sparse.to_dense, sums, variables))
+        if self.is_lazy
+        else sums
+      )
       return
+    if self.is_lazy:
+      sums = list(map(row_sparse.merge_duplicates, sums))
     tables = [
       variable
       for total, variable in zip(sums, variables, strict=True)
@@ -196,8 +213,9 @@ class Tables:
     ]
     # Keras would clip, and decay, whole tables. `_update_rows` decays the rows
     # in the batch alone.
-    with self._inner.clipping_rows(), self._inner.without_decay(tables):
-      yield
+    clipping_rows = self._inner.clipping_rows(self.is_lazy)
+    with clipping_rows, self._inner.without_decay(tables):
+      yield sums
 
   def warn_if_slow(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
@@ -220,8 +238,7 @@ class Tables:
 
     Args:
       update_step: Keras' method.
-      grad: The group's sum of the gradients of a table W, without duplicate
-        indices: one row g for each index i.
+      grad: The group's sum of the gradients of a table W: rows g.
       variable: The table W.
       *rate: The learning rate, if Keras passes it to `update_step`.
     """
@@ -229,9 +246,16 @@ class Tables:
     if not self.is_by_rows:
       update_step(grad, variable, *rate)
       return
-    # Hide the number of rows from Keras, which mistakes a gradient with one row
-    # for the gradient of a bias.
-    i, g = map(_hide_length, (grad.indices, grad.values))
+    g: Any
+    if self.is_lazy:
+      # One row for each index. Hide their number from Keras, which mistakes a
+      # gradient with one row for the gradient of a bias.
+      i, g = map(_hide_length, (grad.indices, grad.values))
+    else:
+      # The rows of the batch are a small table, and the gradient stays sparse.
+      i, position = tf.unique(grad.indices)
+      shape = tf.concat([tf.shape(i), tf.shape(grad.values)[1:]], axis=0)
+      g = tf.IndexedSlices(grad.values, position, shape)
     decays = optimizer.weight_decay and self._inner.decays(variable)
     # Gather W[i] and S[i], and scatter them back at the end.
     with row_variables.gathered(self._inner, variable, i) as rows:
