@@ -385,3 +385,32 @@ def test_compiled_by_xla() -> None:
       states.append(weight.numpy())
     np.testing.assert_allclose(states[-1], states[-2], rtol=0, atol=1e-6)
     assert np.abs(states[-1] - first_weight(keras, "float32")).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+  ("options", "size", "has_kernel"),
+  [
+    ({}, 256, True),
+    ({}, 4096, False),
+    ({}, 40_000, True),
+    ({"fused_update": True}, 4096, True),
+  ],
+)
+def test_keras_updates_where_adams_kernel_is_slower(
+  options: dict[str, Any], size: int, has_kernel: bool
+) -> None:
+  """Eager calls, which have a cost for each operation, use the kernel."""
+  weight = keras.Variable(np.ones(size, "f"))
+  optimizer = keras3.CrossShardOptimizer(keras.optimizers.Adam(), **options)
+  optimizer.build([weight])
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    optimizer.apply_gradients([(tf.ones(size), weight)])
+
+  assert kernels_in(step) == ({"Adam"} if has_kernel else set())
+  [row] = optimizer.describe().rows()
+  assert (row["updated_by"] == "ResourceApplyAdam") is has_kernel
+  assert ("slower" in row["reason"]) is not has_kernel
+  plan = fused.plan(optimizer.inner_optimizer, None, False, in_function=False)
+  assert plan.has_kernel(weight.value)
