@@ -85,11 +85,10 @@ def _place(item: pytest.Item) -> tuple[bool, bool]:
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` deselects any.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Marks slow and nightly tests; with pytest-xdist, also sorts all tests."""
+  """Marks slow tests; with pytest-xdist, also sorts all tests."""
   for item in items:
-    for mark in ("slow", "nightly"):
-      if item.path in _OPTIONS[mark.upper()]:
-        item.add_marker(mark)
+    if item.path in _OPTIONS["SLOW"]:
+      item.add_marker("slow")
   if "PYTEST_XDIST_WORKER" in os.environ:
     items.sort(key=_place)
 

@@ -19,38 +19,31 @@ LARGE = [
     "unit/replica_state/group_models_test.py",
 ]
 
-# Tests that repeat at length what other tests show. tools/test.sh leaves them
-# out; tools/bazel_test.sh runs them.
+# Tests that take long. tools/test.sh leaves them out; .ci/run runs them.
 SLOW = [
     "equivalence/batch_normalization_test.py",
+    "equivalence/keras_own_test.py",
     "equivalence/mixed_precision_test.py",
+    "equivalence/original_test.py",
+    "equivalence/random_programs_test.py",
     "equivalence/tf_keras_mode_test.py",
+    "multi_process/examples_test.py",
+    "multi_process/killed_fit_test.py",
+    "multi_process/killed_trials_test.py",
+    "multi_process/migration_example_test.py",
     "multi_process/multi_worker_errors_test.py",
+    "multi_process/multi_worker_example_test.py",
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",
+    "multi_process/random_programs_workers_test.py",
     "unit/backup/backup_test.py",
     "unit/islands/outer_optimizer_test.py",
     "unit/migration/checkpoints_test.py",
     "unit/replica_state/checkpoint_test.py",
+    "unit/replica_state/group_models_loaded_test.py",
     "unit/replica_state/group_models_test.py",
     "unit/replica_state/paths_test.py",
     "unit/search/halving_test.py",
     "unit/virtual_tpu/replica_variable_test.py",
     "unit/virtual_tpu/strategy_test.py",
-]
-
-# Slow tests that .ci/run has no time for: other tests show in part what they
-# show, or they test what seldom changes. tools/nightly.sh runs them. Run a file
-# yourself if you change what it tests.
-NIGHTLY = [
-    "equivalence/keras_own_test.py",
-    "equivalence/original_test.py",
-    "equivalence/random_programs_test.py",
-    "multi_process/examples_test.py",
-    "multi_process/killed_fit_test.py",
-    "multi_process/killed_trials_test.py",
-    "multi_process/migration_example_test.py",
-    "multi_process/multi_worker_example_test.py",
-    "multi_process/random_programs_workers_test.py",
-    "unit/replica_state/group_models_loaded_test.py",
 ]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the checks that take too long for every day, and reports all that fail.
+# Runs the checks that have no natural end, and reports all that fail.
 #
 #   bash tools/nightly.sh             # every check, with today's date as seed
 #   bash tools/nightly.sh 20261123    # repeats the checks of that night
@@ -31,8 +31,6 @@ check() {
   if (( status )); then failed+=("$*"); fi
 }
 
-# Do the tests pass that CI leaves out?
-check bash tools/bazel_test.sh --test_tag_filters=nightly
 # Does a test fail for every known way to break the code?
 check "$python" tools/mutants.py
 # Does training that was killed end as training that was not? In one process,

@@ -26,7 +26,7 @@ def python_folder(name, srcs = None, deps = [], data = [], testonly = False):
         visibility = ["//visibility:public"],
     )
 
-def python_tests(srcs, main, data = [], deps = [], large = [], slow = [], nightly = []):
+def python_tests(srcs, main, data = [], deps = [], large = [], slow = []):
     """A py_test for each test file; its name is the path without `.py`.
 
     Args:
@@ -36,7 +36,6 @@ def python_tests(srcs, main, data = [], deps = [], large = [], slow = [], nightl
       deps: Libraries that every test may import.
       large: The files that take minutes.
       slow: The files that get the tag `slow`.
-      nightly: The files that get the tag `nightly`.
     """
     for src in srcs:
         native.py_test(
@@ -46,6 +45,6 @@ def python_tests(srcs, main, data = [], deps = [], large = [], slow = [], nightl
             args = ["$(location %s)" % src],
             data = data + [src],
             main = main,
-            tags = ["slow"] if src in slow else ["nightly"] if src in nightly else [],
+            tags = ["slow"] if src in slow else [],
             deps = deps,
         )

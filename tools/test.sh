@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types, layers, then the tests of every day. Arguments go to pytest, and
-# with any, the slow and nightly ones run too: `-n 2` runs all of them.
+# Lint, types, layers, then all tests but the slow ones. Arguments go to pytest;
+# with arguments, slow tests run too: `-n 2` runs all tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -21,7 +21,7 @@ trap say_time EXIT
 "$python" -m ruff format --check --quiet .
 "$python" -m mypy
 .venv/bin/lint-imports --no-cache
-# Two at a time: half of the time, tests wait for other processes. Slow tests
-# repeat at length what others show. tools/bazel_test.sh runs them.
-if (( $# == 0 )); then set -- --numprocesses=2 -m "not slow and not nightly"; fi
+# Two at a time: half of the time, tests wait for other processes. .ci/run runs
+# the slow tests, too.
+if (( $# == 0 )); then set -- --numprocesses=2 -m "not slow"; fi
 "$python" -m pytest "$@"  # Fails (5) when there is no test at all.

@@ -184,7 +184,7 @@ class Step:
       grads = [row_sparse.times(grad, factor) for grad in grads]
     # Gradients may be multiplied by a loss scale: also multiply the limits. As
     # in Keras, a limit of 0 does not clip.
-    limits = {
+    limits: dict[str, Any] = {
       name: self.inner.scale_limit(limit) if limit else None
       for name, limit in self.group_settings.limits(
         self.settings.limits
