@@ -120,7 +120,7 @@ def _run() -> dict[str, Any]:
       stdin=subprocess.DEVNULL,
       capture_output=True,
       text=True,
-      timeout=270,
+      timeout=1200,
     )
     assert report.exists(), done.stdout + done.stderr
     tests = json.loads(report.read_text())

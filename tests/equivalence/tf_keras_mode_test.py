@@ -45,7 +45,7 @@ def test_marked_tests_pass(tmp_path: pathlib.Path) -> None:
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
-    timeout=280,
+    timeout=1400,
     check=False,
   )
   assert run.returncode == 0, run.stdout[-8000:]

@@ -13,8 +13,6 @@ import pytest
 
 from tests.support import fit_outcome, killed_fit
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.mark.parametrize(
   ("patience", "min_delta", "epochs"),

@@ -6,11 +6,7 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from tests.support import pages
-
-pytestmark = pytest.mark.timeout(900)
 
 # The program is killed when one of these files exists: in the middle of the
 # first rung, and after a later rung has begun.

@@ -20,7 +20,6 @@ from tf_cross_shard_cli import launch
 
 EXAMPLE = programs.PROJECT / "examples" / "multi_worker.py"
 PAGE = "docs/multi_worker.md"
-SECONDS = 120  # For one run, on a busy machine.
 
 
 class Row(NamedTuple):
@@ -48,7 +47,7 @@ def run_both(
   """Runs one program as two workers, and returns the output of each worker."""
   with contextlib.ExitStack() as stack:
     both = [
-      stack.enter_context(programs.started(arguments, folder, SECONDS, **each))
+      stack.enter_context(programs.started(arguments, folder, **each))
       for each in variables
     ]
     return [finish() for finish in both]
@@ -76,7 +75,7 @@ def test_one_command_and_slurm_train_alike(
 ) -> None:
   """Compares digests of the groups' weights."""
   arguments = command(data_dir, "--epochs=3", "--groups=2")
-  output = programs.run([*arguments, "--workers=2"], tmp_path, SECONDS)
+  output = programs.run([*arguments, "--workers=2"], tmp_path)
   rows = read_table(output)
   assert "retracing" not in output
   assert [row[:2] for row in rows] == [(0, 0), (1, 1)]
@@ -106,7 +105,7 @@ def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
     env=environment,
     capture_output=True,
     text=True,
-    timeout=20,
+    timeout=300,
     check=True,
   ).stdout
 

@@ -30,7 +30,7 @@ from tf_cross_shard._src.core.tf_keras import adapter as tf_keras_adapter
 
 PAIRS = groups_lib.Groups([[0, 2], [1, 3]])
 # The time limit for members that wait for a failed member, in seconds.
-_SECONDS = 60.0
+_SECONDS = 600.0
 _Result = TypeVar("_Result")
 
 

@@ -126,7 +126,7 @@ def run(
     *(_train, folder, at, patience, min_delta, number, every)
   )
   with launch.killed_at_end([process]):
-    assert launch.wait({0: process}, 300), "The fit did not end in 300 s."
+    assert launch.wait({0: process}, 900), "The fit did not end in 900 s."
   code = process.poll()
   assert code is not None
   return code

@@ -257,7 +257,7 @@ def stall(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
   trained = float(early.state()[0][0])
 
   def step() -> None:
-    time.sleep(3.0 * agreement.step_timeout_of(strategy) * odd)
+    time.sleep(2.0 * agreement.step_timeout_of(strategy) * odd)
     with naming_lost_workers():
       early.step()
 

@@ -26,7 +26,7 @@ PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 def started(
   arguments: Sequence[str],
   folder: pathlib.Path,
-  timeout: float,
+  timeout: float = 900.0,
   path: Sequence[pathlib.Path] = (),
   **variables: str,
 ) -> Iterator[Callable[[], str]]:
@@ -72,7 +72,7 @@ def started(
 def run(
   arguments: Sequence[str],
   folder: pathlib.Path,
-  timeout: float = 200.0,
+  timeout: float = 900.0,
   path: Sequence[pathlib.Path] = (),
   **variables: str,
 ) -> str:
@@ -91,7 +91,7 @@ _MODULES = (
 def fork(
   arguments: Sequence[str],
   folder: pathlib.Path,
-  timeout: float = 200.0,
+  timeout: float = 900.0,
   path: Sequence[pathlib.Path] = (),
 ) -> str:
   """Runs an example in a folder; returns its output.

@@ -14,7 +14,7 @@ from tf_cross_shard_cli import launch
 
 # The number of seconds in which the other workers must end by themselves after
 # a worker has failed.
-_GRACE = 5.0
+_GRACE = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def run(
   task: str,
   workers: int,
   *,
-  timeout: float = 120.0,
+  timeout: float = 900.0,
   arguments: Mapping[str, Any] | None = None,
   per_worker: Sequence[Mapping[str, Any]] = (),
   environment: Mapping[str, str] | None = None,

@@ -67,7 +67,7 @@ def test_devices_and_iterators_of_a_new_process() -> None:
   result = subprocess.run(
     [sys.executable, "-u", "-c", textwrap.dedent(PROGRAM)],
     check=True,
-    timeout=300,
+    timeout=900,
     stdout=subprocess.PIPE,
     text=True,
   )

@@ -63,20 +63,20 @@ def test_a_command_line(
   ]
 
 
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(900)"
 
 FAIL = """
 import json, os, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 if task["index"] == 1: raise SystemExit(3)
-time.sleep(60)
+time.sleep(900)
 """
 
 
 def test_a_failure_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
   begin = time.monotonic()
   assert launch.launch([sys.executable, "-c", FAIL], 2, grace=0.5) == 1
-  assert time.monotonic() - begin < 30
+  assert time.monotonic() - begin < 300
   assert capfd.readouterr().err.splitlines() == [
     "worker 1 ended with code 3; the other workers have 0.5 s to end",
     "worker 0 ended with code -9",
@@ -106,13 +106,13 @@ def test_time_that_is_up_ends_all() -> None:
   sleep = [sys.executable, "-c", SLEEP]
   begin = time.monotonic()
   assert launch.launch(sleep, 2, timeout=0.5) == 1
-  assert time.monotonic() - begin < 30
+  assert time.monotonic() - begin < 300
 
 
 # Starts a process, says which, and ends, or does not.
 PARENT = """
 import subprocess, sys, time
-child = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = [sys.executable, "-c", "import time; time.sleep(900)"]
 options = {"start_new_session": sys.argv[1] == "session"}
 print("child", subprocess.Popen(child, **options).pid)
 time.sleep(float(sys.argv[2]))
@@ -121,7 +121,7 @@ time.sleep(float(sys.argv[2]))
 
 def _has_ended(pid: int) -> bool:
   """Whether a process ends within seconds."""
-  for _ in range(100):
+  for _ in range(2000):
     try:
       # Nobody may be there to take the status of an orphan.
       if "\nState:\tZ" in pathlib.Path(f"/proc/{pid}/status").read_text():
@@ -142,7 +142,7 @@ def test_a_worker_ends_with_the_processes_it_started(
   begin = time.monotonic()
   worker = [sys.executable, "-c", PARENT, kind, "0"]
   assert launch.launch(worker, 1) == 0
-  assert time.monotonic() - begin < 30
+  assert time.monotonic() - begin < 300
   child = int(capfd.readouterr().out.split()[-1])
   if kind == "session":  # As a server that is to stay.
     os.kill(child, signal.SIGKILL)
@@ -214,7 +214,7 @@ def test_an_interrupted_command_says_so(
   monkeypatch.setattr(launch, "wait", interrupt)
   begin = time.monotonic()
   assert _launch("--workers=1", "-m", "timeit", "-n1", "-s", SLEEP) == 130
-  assert time.monotonic() - begin < 30
+  assert time.monotonic() - begin < 300
   captured = capfd.readouterr()
   assert captured.err == "interrupted; all workers have ended\n"
   assert _has_ended(int(captured.out.split()[-1]))

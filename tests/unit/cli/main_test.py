@@ -146,7 +146,7 @@ def test_arguments_are_read_before_tensorflow_is_imported(
     env={**os.environ, "PYTHONPATH": path},
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=600,
     check=False,
   )
   lines = done.stderr.splitlines()

@@ -384,5 +384,5 @@ def test_two_fits_in_two_threads_with_two_strategies(
   for i, model in enumerate(models):
     replica_state.restore(tmp_path / str(i), model.optimizer, model)
   with futures.ThreadPoolExecutor(2) as threads:
-    found = list(threads.map(fit, models, timeout=60))
+    found = list(threads.map(fit, models, timeout=600))
   np.testing.assert_array_equal(found, expected)

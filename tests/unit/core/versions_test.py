@@ -199,7 +199,7 @@ print(float(weight.numpy()))
     env={**environment, "PYTHONPATH": path},
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=600,
     check=False,
   )
   assert done.stdout == "2.0\n", done.stderr

@@ -74,7 +74,7 @@ def test_an_ensemble_is_loaded_without_this_package(
     [sys.executable, "-c", LOAD, str(tmp_path)],
     capture_output=True,
     text=True,
-    timeout=200,
+    timeout=900,
     check=False,
   )
   assert done.stdout.splitlines()[-1:] == ["loaded"], done.stderr[-3000:]
@@ -137,7 +137,7 @@ def test_a_winner_is_loaded_without_this_package(
     [sys.executable, "-c", LOAD_WINNER, str(tmp_path)],
     capture_output=True,
     text=True,
-    timeout=200,
+    timeout=900,
     check=False,
   )
   assert done.stdout.splitlines()[-1:] == ["loaded"], done.stderr[-3000:]

@@ -331,5 +331,5 @@ def test_steps_of_several_threads_all_count() -> None:
 
   in_eager = functools.partial(_run, replica_fn)
   with futures.ThreadPoolExecutor(4) as pool:
-    list(pool.map(work, [in_eager, in_function] * 2, timeout=60))
+    list(pool.map(work, [in_eager, in_function] * 2, timeout=600))
   assert _copies(variable) == [81.0, 162.0, 243.0]
