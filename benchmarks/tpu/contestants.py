@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 import tf_cross_shard
-from benchmarks import original
 from benchmarks.tpu import models
+from tests.support import original
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from benchmarks import original
-from tests.support import covering, testbed, training
+
+from tests.support import covering, original, testbed, training
 from tf_cross_shard import CrossShardOptimizer
 
 # This test is slow; `equivalence_test.py` checks the numbers every day.
