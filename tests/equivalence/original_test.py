@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-
 from tests.support import covering, original, testbed, training
 from tf_cross_shard import CrossShardOptimizer
 
