@@ -106,6 +106,7 @@ class _Stream:
   def __init__(self, file: IO[Any]) -> None:
     self._file = file
     self.flush = file.flush
+    self.read = file.read  # NumPy takes an object without it for a path.
 
   def write(self, data: Any) -> int:
     """Writes bytes; returns their number."""
