@@ -11,7 +11,6 @@ import tensorflow as tf
 from tests.support import logical_devices
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
-from tf_cross_shard._src.fit import group_callback
 
 REPLICAS = 4
 GROUPINGS: dict[str, list[list[int]] | None] = {
@@ -116,6 +115,13 @@ def copies(variable: Any) -> list[np.ndarray]:
   return [copy.numpy() for copy in strategy.experimental_local_results(value)]
 
 
+def innermost(optimizer: Any) -> Any:
+  """Returns the optimizer that does the updates."""
+  while hasattr(optimizer, "inner_optimizer"):
+    optimizer = optimizer.inner_optimizer
+  return optimizer
+
+
 def variable(
   value: Any, name: str | None = None, library: Any = tf.keras
 ) -> Any:
@@ -193,7 +199,7 @@ def interrupt() -> None:
   raise KeyboardInterrupt
 
 
-class Interruption(group_callback.GroupCallback):
+class Interruption(tf.keras.callbacks.Callback):  # type: ignore[misc]
   """Ends `fit`, or calls a function, at a certain epoch or batch."""
 
   def __init__(
@@ -205,15 +211,21 @@ class Interruption(group_callback.GroupCallback):
     super().__init__()
     self._at, self._act, self._epoch = (epoch, batch), act, 0
 
+  # tf_keras asks for these three; the callback of Keras 3 lacks them.
   def _implements_train_batch_hooks(self) -> bool:
     return True
+
+  def _implements_test_batch_hooks(self) -> bool:
+    return False
+
+  _implements_predict_batch_hooks = _implements_test_batch_hooks
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     self._epoch = epoch
     self.on_train_batch_end(None)
 
   def on_train_batch_end(self, batch: Any, logs: Any = None) -> None:
-    if (self._epoch, batch) == self._at and not self.is_skipping_batches:
+    if (self._epoch, batch) == self._at:
       self._act()
 
 
