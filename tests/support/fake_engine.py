@@ -179,9 +179,12 @@ class Replica:
     self.step = step_lib.Step(checked, self.inner, engine)
     self.step.build(self.variables)
 
-  def apply(self, grads: Sequence[Any], **options: Any) -> None:
+  def apply(
+    self, grads: Sequence[Any], variables: Any = None, **options: Any
+  ) -> None:
     """Takes one step, or one call of a window."""
-    self.step.take(step_lib.Call(list(grads), self.variables, **options))
+    trained = self.variables if variables is None else variables
+    self.step.take(step_lib.Call(list(grads), trained, **options))
 
   @property
   def values(self) -> list[np.ndarray]:

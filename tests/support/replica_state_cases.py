@@ -3,6 +3,9 @@
 Tests use them in their own process and in the processes of several workers.
 """
 
+import json
+import pathlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +85,27 @@ class Training:
 
   def restore(self, path: Any) -> None:
     replica_state.restore(path, self.optimizer, self.model)
+
+
+def saved(optimizer: Any, model: Any = None) -> list[dict[str, np.ndarray]]:
+  """Returns each replica's values, by the names that `save` gives them."""
+  with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder, "state.npz")
+    replica_state.save(path, optimizer, model)
+    with np.load(path, allow_pickle=False) as file:
+      arrays = dict(file)
+  about = json.loads(str(arrays["about"]))
+  assert len(set(about["names"])) == len(about["names"])
+  found = {}
+  for i, members in enumerate(about["group_assignment"]):
+    for j, replica in enumerate(members):
+      found[replica] = {
+        name: arrays.get(
+          f"group_{i}/{name}", arrays.get(f"group_{i}/member_{j}/{name}")
+        )
+        for name in about["names"]
+      }
+  return [found[replica] for replica in sorted(found)]
 
 
 def two_in_two_out(home: Any) -> Any:

@@ -9,8 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3, replica_state, schedules
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard import keras3, replica_state
 
 GROUPS = [[0, 2], [3, 1]]
 STEPS = 3
@@ -210,14 +209,3 @@ def test_replicas_of_one_program(
     held.append(replica_state.group_values(weights[0], optimizer))
   np.testing.assert_allclose(*held, rtol=2e-6, atol=1e-6)
   assert np.abs(held[0][0] - held[0][1]).max() > 1e-3
-
-
-def test_groups_are_named_by_what_differs() -> None:
-  with testbed.mirrored().scope():
-    optimizer = keras3.CrossShardOptimizer(
-      keras.optimizers.AdamW(schedules.PerGroup([0.5, 0.5])),
-      group_assignment=GROUPS,
-      group_settings={"weight_decay": [0.0, 0.5]},
-    )
-  names = group_callback.group_names(optimizer)
-  assert names == ["lr=0.5, weight_decay=0", "lr=0.5, weight_decay=0.5"]

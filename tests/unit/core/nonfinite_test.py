@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tests.support import fake_engine
 from tf_cross_shard import CrossShardOptimizer
-from tf_cross_shard._src.core.gradients import clipping
 
 keras = tf.keras
 SGD = keras.optimizers.SGD
@@ -58,21 +57,23 @@ def test_the_count_is_not_among_the_variables() -> None:
   assert len(counting.variables) == len(plain.variables)
 
 
-def test_sparse_and_whole_number_gradients() -> None:
-  def is_finite(*values: float) -> bool:
-    rows = tf.IndexedSlices(
-      tf.constant(values), tf.range(len(values)), tf.constant([9])
-    )
-    grads = [rows, None, tf.constant([1, 2]), tf.constant(1 + 2j)]
-    return bool(clipping.all_finite(grads))
-
-  assert is_finite(1.0, 2.0)
-  assert not is_finite(1.0, BAD[0])
-  assert bool(clipping.all_finite([]))
-  assert not bool(clipping.all_finite([tf.constant(complex(0, BAD[1]))]))
-  assert not bool(
-    clipping.all_finite([tf.constant([1.0, BAD[2]], tf.bfloat16)])
-  )
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("kind", ["rows", "complex", "bfloat16"])
+def test_gradients_of_other_kinds(kind: str, bad: float) -> None:
+  """Gradients that are None stand beside them."""
+  dtype = {"complex": "complex64", "bfloat16": "bfloat16"}.get(kind, "float32")
+  weight = tf.Variable(tf.ones([2, 1], dtype))
+  unused = tf.Variable(1.0)
+  optimizer = CrossShardOptimizer(SGD(1.0), skip_nonfinite=True)
+  optimizer.build([weight, unused])
+  for number in (bad, 2.0):
+    value = complex(0, number) if kind == "complex" else number
+    grad = tf.constant([[value], [1.0]], dtype)
+    if kind == "rows":
+      grad = tf.IndexedSlices(grad, tf.constant([1, 0]), tf.constant([2, 1]))
+    optimizer.apply_gradients([(grad, weight), (None, unused)])
+  assert int(optimizer.skipped_steps) == 1
+  assert np.isfinite(weight.numpy().astype("complex64")).all()
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard._src.core import settings
+from tf_cross_shard import CrossShardOptimizer
 
 PAIRS = [[0, 1], [2, 3]]
 NUMBER = "must be a number of at least 0, or None; got"
@@ -18,8 +18,14 @@ DICTIONARY = "must map each setting name to a list"
 @pytest.mark.parametrize(
   ("name", "value", "error", "words"),
   [
-    ("reduction", "max", ValueError, "'mean'.*'max'"),
-    ("loss_averaged_over", "all", ValueError, '"replica" .*"global"'),
+    (
+      *("reduction", "max", ValueError),
+      "must be one of .*'mean',.* 'sum',.*'weighted_mean',.*got 'max'",
+    ),
+    ("reduction", None, ValueError, "must be one of .*got None"),
+    ("reduction", ["mean"], ValueError, r"must be one of .*got \['mean'\]"),
+    ("loss_averaged_over", "all", ValueError, '"replica" .*"global".*\'all\''),
+    ("loss_averaged_over", 0, ValueError, '"replica" .*"global".*got 0'),
     ("group_assignment", [[0, 1], [1, 0]], ValueError, "must .* twice"),
     ("wire_dtype", "bf16", ValueError, "'bf16'"),
     ("skip_nonfinite", "yes", TypeError, "must be True or False; got 'yes'"),
@@ -40,18 +46,33 @@ def test_invalid_arguments_raise_an_error(
   name: str, value: Any, error: type[Exception], words: str
 ) -> None:
   with pytest.raises(error, match=f"`{name}` .*{words}"):
-    settings.Settings(**{name: value})
+    CrossShardOptimizer("sgd", **{name: value})
+
+
+@pytest.mark.parametrize(
+  ("spelling", "canonical"),
+  [
+    ("mean", "mean"),
+    ("Weighted_Mean", "mean"),
+    ("sum_over_batch_size", "mean"),
+    ("SUM", "sum"),
+    (tf.compat.v1.losses.Reduction.MEAN, "mean"),
+    (tf.compat.v1.losses.Reduction.SUM, "sum"),
+  ],
+)
+def test_spellings_of_reductions(spelling: Any, canonical: str) -> None:
+  assert CrossShardOptimizer("sgd", spelling).reduction == canonical
 
 
 def test_limits_of_groups_are_numbers() -> None:
   with pytest.raises(ValueError, match=f"`clipnorm` {NUMBER} -1.0"):
-    settings.Settings(group_settings={"clipnorm": [0.1, -1.0]})
+    CrossShardOptimizer("sgd", group_settings={"clipnorm": [0.1, -1.0]})
 
 
 def test_groups_are_known_when_the_program_is_built() -> None:
   @tf.function
   def make(groups: tf.Tensor) -> None:
-    settings.Settings(group_assignment=groups)
+    CrossShardOptimizer("sgd", group_assignment=groups)
 
   with pytest.raises(ValueError, match="known when the program is built"):
     make(tf.constant([[0]]))
@@ -86,8 +107,8 @@ def test_a_configuration_keeps_what_is_not_the_default(which: str) -> None:
     assert config[name] == again.get_config()[name] == value
     assert getattr(optimizer, name) == value
     assert re.search(rf"\b{name}={re.escape(repr(value))}", repr(again))
-  given = settings.Settings(wire_dtype=tf.float16).to_config()
-  assert given["wire_dtype"] == "float16"
+  given = package.CrossShardOptimizer("sgd", wire_dtype=tf.float16)
+  assert given.get_config()["wire_dtype"] == "float16"
   plain = package.CrossShardOptimizer("sgd")
   assert plain.wire_dtype is plain.accumulate_steps is None
   assert repr(plain) == "CrossShardOptimizer(SGD)"

@@ -1,13 +1,13 @@
 """Bad input is refused with argument, value and remedy; good input passes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard._src.core import validation
-from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard import CrossShardOptimizer, callbacks
 
 
 def tf_variable(value: Any = 1.0, **options: Any) -> tf.Variable:
@@ -18,10 +18,15 @@ def keras_variable(value: Any = 1.0, **options: Any) -> tf.keras.Variable:
   return tf.keras.Variable(value, name="w", **options)
 
 
-def words_of(error: type[Exception], call: Any, *args: Any) -> str:
+def make() -> Any:
+  """Returns an optimizer that subtracts gradients."""
+  return CrossShardOptimizer(tf.keras.optimizers.SGD(1.0), "sum")
+
+
+def words_of(error: type[Exception], call: Callable[[], Any]) -> str:
   """Returns the message of an error, whose type must be exactly `error`."""
   with pytest.raises(error, match="`") as caught:
-    call(*args)
+    call()
   assert caught.type is error
   return str(caught.value)
 
@@ -33,63 +38,46 @@ def _tensor() -> tf.Tensor:
   return tf.constant(1.5)
 
 
-def _made(value: Any) -> Any:
-  """Returns a value, or what a function makes."""
-  return value() if callable(value) else value
-
-
-def test_variables_are_told_from_other_things() -> None:
-  mirrored = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  with mirrored.scope():
-    distributed = [tf_variable(), keras_variable()]
-  for variable in (tf_variable(), keras_variable(), *distributed):
-    assert variables_lib.is_variable(variable)
-  for other in (tf.constant(1.0), np.ones(1), 1.0, "w", None, tf.Variable):
-    assert not variables_lib.is_variable(other)
-
-
 # Pairs.
 
 
-def test_pairs_are_split_in_order() -> None:
+@pytest.mark.parametrize("form", [list, iter, lambda pairs: map(list, pairs)])
+def test_pairs_are_taken_in_order(form: Any) -> None:
   v, w = tf_variable(), keras_variable([1.0, 2.0])
-  grads = [None, tf.constant([2.0, 3.0])]
-  for pairs in (
-    list(zip(grads, [v, w], strict=True)),
-    iter([[None, v], (grads[1], w)]),
-  ):
-    found, variables = validation.check_pairs(pairs)
-    assert all(a is b for a, b in zip(found, grads, strict=True))
-    assert variables[0] is v
-    assert variables[1] is w
+  pairs = [(None, v), (tf.constant([2.0, 3.0]), w)]
+  make().apply_gradients(form(pairs))
+  assert float(v) == 1.0
+  assert w.numpy().tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize(
   "gradient",
-  [1.5, np.array(1.5, np.float32), _tensor, lambda: tf.Variable(1.5)],
+  [
+    lambda: 1.5,
+    lambda: np.array(1.5, np.float32),
+    _tensor,
+    lambda: tf.Variable(1.5),
+  ],
 )
 def test_what_converts_to_a_tensor_is_a_gradient(gradient: Any) -> None:
-  [grad], _ = validation.check_pairs([(_made(gradient), tf_variable())])
-  assert tf.is_tensor(grad)
-  assert float(grad) == 1.5
+  weight = tf_variable()
+  make().apply_gradients([(gradient(), weight)])
+  assert float(weight) == -0.5
 
 
 def test_shapes_known_only_when_the_program_runs_pass() -> None:
-  table = tf_variable(tf.zeros([5, 2]))
-  traced = []
+  tables = [tf_variable(tf.zeros([5, 2])) for _ in range(3)]
+  optimizer = make()
+  optimizer.build(tables)
 
   @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec([None, 2])])
-  def check(unknown: tf.Tensor, partly: tf.Tensor) -> None:
-    slices = tf.IndexedSlices(partly, tf.constant([0]))
-    grads, _ = validation.check_pairs(
-      [(unknown, table), (partly, table), (slices, table)]
-    )
-    assert grads[2] is slices
-    validation.check_scalar(unknown, seeded=False)
-    traced.append(len(grads))
+  def step(unknown: tf.Tensor, partly: tf.Tensor) -> None:
+    slices = tf.IndexedSlices(partly[:1], tf.constant([0]), [5, 2])
+    pairs = zip([unknown, partly, slices], tables, strict=True)
+    optimizer.apply_gradients(pairs)
 
-  check(tf.zeros([5, 2]), tf.zeros([1, 2]))
-  assert traced == [3]
+  step(tf.ones([5, 2]), tf.ones([5, 2]))
+  assert [float(tf.reduce_sum(table)) for table in tables] == [-10, -10, -2]
 
 
 def _reference_variable() -> Any:
@@ -135,15 +123,18 @@ BAD_PAIRS: list[Any] = [
 
 def test_accepted_forms_of_var_list() -> None:
   v, w = tf_variable(), keras_variable()
-  assert validation.check_var_list(None) is None
-  assert validation.check_var_list(lambda: None) is None
-  for form in ([v, w], iter([v, w]), lambda: [v, w], {1: v, 2: w}.values()):
-    checked = validation.check_var_list(form) or []
-    assert [id(x) for x in checked] == [id(v), id(w)]
-  for one in (v, w):
-    for form in (one, lambda one=one: one):
-      [checked_one] = validation.check_var_list(form) or []
-      assert checked_one is one
+  for form in (
+    *([v, w], iter([v, w]), lambda: [v, w], {1: v, 2: w}.values()),
+    *(v, lambda: w),
+  ):
+    found = [
+      id(variable)
+      for _, variable in make().compute_gradients(lambda: v * w, form)
+    ]
+    is_one = form is v or (callable(form) and form() is w)
+    assert found == ([id(v if form is v else w)] if is_one else [id(v), id(w)])
+  [(grad, variable)] = make().compute_gradients(lambda: 2.0 * v)
+  assert (float(grad), variable is v) == (2.0, True)
 
 
 BAD_LISTS: list[Any] = [
@@ -161,13 +152,11 @@ BAD_LISTS: list[Any] = [
 # The global step, the loss, known variables.
 
 
-def test_integer_steps_are_accepted() -> None:
-  for dtype in ("int32", "int64", "uint8"):
-    validation.check_global_step(tf.Variable(0, dtype=dtype))
-  validation.check_global_step(keras_variable(0, dtype="int64"))
-  validation.check_global_step(None)
-  with tf.Graph().as_default():
-    validation.check_global_step(tf.compat.v1.train.create_global_step())
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_integer_steps_are_accepted(dtype: str) -> None:
+  weight, step = tf_variable(), tf.Variable(0, dtype=dtype)
+  make().apply_gradients([(1.0, weight)], step)
+  assert int(step) == 1
 
 
 STEP = ["`global_step` must be an integer", "tf.Variable(0, dtype=tf.int64)"]
@@ -190,43 +179,47 @@ BAD_STEPS: list[Any] = [
 def test_bad_arguments_are_refused(
   argument: str, value: Any, error: type[Exception], words: list[str]
 ) -> None:
-  check = {
-    "grads_and_vars": validation.check_pairs,
-    "var_list": validation.check_var_list,
-    "global_step": validation.check_global_step,
+  given, weight = value(), tf_variable()
+  call = {
+    "grads_and_vars": lambda: make().apply_gradients(given),
+    "var_list": lambda: make().compute_gradients(lambda: weight * 1.0, given),
+    "global_step": lambda: make().apply_gradients([(1.0, weight)], given),
   }[argument]
-  text = words_of(error, check, value())
+  text = words_of(error, call)
   for part in (f"`{argument}`", *words):
     assert part in text
+  assert float(weight) == 1.0
 
 
-def test_scalars_and_weighted_losses_pass() -> None:
-  validation.check_scalar(tf.constant(1.0), seeded=False)
-  validation.check_scalar(tf.constant([1.0, 2.0]), seeded=True)
-  for shape in ([1], [0], [2, 3]):
-    text = words_of(ValueError, validation.check_scalar, tf.zeros(shape), False)
-    assert "`loss` must be a scalar" in text
-    assert f"got shape {tuple(shape)}" in text
-    assert "tf.reduce_mean(loss)" in text
+@pytest.mark.parametrize("shape", [[1], [0], [2, 3]])
+def test_losses_that_are_no_scalar_are_refused(shape: list[int]) -> None:
+  v, mean = tf_variable(), CrossShardOptimizer("sgd")
+  text = words_of(
+    ValueError,
+    lambda: mean.minimize(lambda: v * tf.ones(shape), var_list=[v]),
+  )
+  assert "`loss` must be a scalar" in text
+  assert f"got shape {tuple(shape)}" in text
+  assert "tf.reduce_mean(loss)" in text
 
 
 def test_an_unknown_variable_is_refused_by_name() -> None:
   v, w = tf_variable(), keras_variable()
-  validation.check_known([v, w], lambda variable: True)
   for known, unknown, name in ((v, w, "w"), (w, v, "v")):
+    optimizer = make()
+    optimizer.build([known])
     text = words_of(
       ValueError,
-      validation.check_known,
-      [known, unknown],
-      lambda variable, known=known: variable is known,
+      lambda optimizer=optimizer, unknown=unknown: optimizer.apply_gradients(
+        [(1.0, unknown)]
+      ),
     )
     assert f"`grads_and_vars` holds {name}, which is not among" in text
 
 
 def test_integers_of_python_and_numpy_are_accepted() -> None:
   for value in (2, np.int64(2), np.uint8(2)):
-    found = validation.check_integer("every", value, "Pass 2.")
-    assert (found, type(found)) == (2, int)
+    callbacks.OuterOptimizer(every=value)
   for value in (True, np.bool_(True), 2.0, np.float32(2.0), "2", None, 0):
-    with pytest.raises(ValueError, match=r"`every` must .* got .*\. Pass 2\."):
-      validation.check_integer("every", value, "Pass 2.")
+    with pytest.raises(ValueError, match=r"`every` must .* got "):
+      callbacks.OuterOptimizer(every=value)

@@ -1,114 +1,124 @@
-"""Tests gradients of losses: callables, tapes, and graphs."""
+"""Tests gradients of losses: callables, tapes, and graphs.
 
+In a group of two replicas, a mean halves the gradient of each replica.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.gradients import differentiate
-
-OPTIONS = differentiate.GraphOptions()
-
-
-def _halved(seed: tf.Tensor) -> tf.Tensor:
-  return seed / 2.0
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
 
 
-def _value(pairs: differentiate.Pairs) -> list[Any]:
-  return [None if grad is None else float(grad) for grad, _ in pairs]
+def _made(*values: Any, **options: Any) -> tuple[Any, list[Any]]:
+  """Returns an optimizer that averages, and variables, on two replicas."""
+  with testbed.mirrored(2).scope():
+    variables = [
+      tf.Variable(value, name=f"v{i}", **options)
+      for i, value in enumerate(values)
+    ]
+    optimizer = CrossShardOptimizer("sgd", loss_averaged_over="replica")
+  return optimizer, variables
+
+
+def _run(replica_fn: Callable[[], Any], is_traced: bool = False) -> Any:
+  """Returns what replica 0 returns."""
+  strategy = testbed.mirrored(2)
+
+  def run() -> Any:
+    return strategy.run(replica_fn)
+
+  result = tf.function(run, autograph=False)() if is_traced else run()
+  return tf.nest.map_structure(
+    lambda value: strategy.experimental_local_results(value)[0], result
+  )
 
 
 def test_callable_tape_and_graph_agree() -> None:
-  v, w = tf.Variable(3.0), tf.Variable(5.0)
+  optimizer, (v, w) = _made(3.0, 5.0)
 
   def loss() -> tf.Tensor:
     return v * v * w
 
-  by_callable = differentiate.compute(
-    loss, [v, w], None, _halved, OPTIONS, True
-  )
-  with tf.GradientTape() as tape:
-    recorded = loss()
-  by_tape = differentiate.compute(
-    recorded, [v, w], tape, _halved, OPTIONS, True
-  )
-  own_tape = tf.GradientTape()
-  by_both = differentiate.compute(
-    loss, [v, w], own_tape, _halved, OPTIONS, True
-  )
-
-  @tf.function(autograph=False)
-  def graph(gate: int) -> list[tf.Tensor]:
-    options = differentiate.GraphOptions(gate_gradients=gate)
-    pairs = differentiate.compute(loss(), [v, w], None, _halved, options, True)
+  def grads(*args: Any, **options: Any) -> list[Any]:
+    pairs = optimizer.compute_gradients(*args, [v, w], **options)
+    assert [variable.name for _, variable in pairs] == ["v0:0", "v1:0"]
     return [grad for grad, _ in pairs]
 
-  for pairs in (by_callable, by_tape, by_both):
-    assert _value(pairs) == [15.0, 4.5]
-    assert [variable for _, variable in pairs] == [v, w]
+  def by_tape() -> list[Any]:
+    with tf.GradientTape() as tape:
+      recorded = loss()
+    return grads(recorded, tape=tape)
+
+  for compute in (
+    lambda: grads(loss),
+    by_tape,
+    lambda: grads(loss, tape=tf.GradientTape()),
+  ):
+    assert [float(grad) for grad in _run(compute)] == [15.0, 4.5]
   for gate in range(3):
-    assert [float(grad) for grad in graph(gate)] == [15.0, 4.5]
+    found = _run(lambda gate=gate: grads(loss(), gate_gradients=gate), True)
+    assert [float(grad) for grad in found] == [15.0, 4.5]
 
 
 def test_unused_variables_have_gradient_none() -> None:
-  v, w = tf.Variable(3.0), tf.Variable(5.0)
-  frozen = tf.Variable(2.0, trainable=False)
-  pairs = differentiate.compute(
-    lambda: v * frozen, [v, w], None, _halved, OPTIONS, True
-  )
-  assert _value(pairs) == [1.0, None]
+  optimizer, (v, w) = _made(3.0, 5.0)
+  _, (frozen,) = _made(2.0, trainable=False)
+  seen = []
 
-  [(grad, variable)] = differentiate.compute(
-    lambda: v * frozen, None, None, _halved, OPTIONS, True
-  )
-  assert float(grad) == 1.0
-  assert variable is v
+  def step() -> Any:
+    first, second = optimizer.compute_gradients(lambda: v * frozen, [v, w])
+    [found] = optimizer.compute_gradients(lambda: v * frozen)
+    seen.append((second[0], found[1].name))
+    return first[0], found[0]
+
+  assert [float(grad) for grad in _run(step)] == [1.0, 1.0]
+  assert seen[0] == (None, "v0:0")
 
 
 def test_variables_of_a_traced_loss_come_in_one_order() -> None:
-  variables = [tf.Variable(float(i), name=f"v{i}") for i in range(12)]
+  optimizer, variables = _made(*map(float, range(12)))
+  found: list[list[str]] = []
 
-  @tf.function(autograph=False)
   def step() -> list[tf.Tensor]:
     loss = tf.add_n([(i + 1) * v for i, v in enumerate(reversed(variables))])
-    pairs = differentiate.compute(loss, None, None, _halved, OPTIONS, True)
+    pairs = optimizer.compute_gradients(loss)
     names = [variable.name for _, variable in pairs]
     assert len(names) == 12
     found.append(names)
     return [grad for grad, _ in pairs]
 
-  found: list[list[str]] = []
   for _ in range(3):
-    step.get_concrete_function()
-    step = tf.function(step.python_function, autograph=False)
-  assert found[0] == found[1] == found[2]
+    _run(step, is_traced=True)
+  assert all(names == found[0] for names in found)
 
 
 def test_grad_loss_seeds_graphs_only() -> None:
-  v = tf.Variable([1.0, 2.0])
-  options = differentiate.GraphOptions(grad_loss=tf.constant([3.0, 4.0]))
+  optimizer, (v,) = _made([1.0, 2.0])
+  seed = tf.constant([3.0, 4.0])
 
-  def gradients() -> tf.Tensor:
-    [(grad, _)] = differentiate.compute(
-      lambda: 2.0 * v, [v], None, _halved, options, False
+  def grad() -> tf.Tensor:
+    [(found, _)] = optimizer.compute_gradients(
+      lambda: 2.0 * v, [v], grad_loss=seed
     )
-    return grad
+    return found
 
-  np.testing.assert_array_equal(gradients(), [1.0, 1.0])
-  traced = tf.function(gradients, autograph=False)
-  np.testing.assert_array_equal(traced(), [3.0, 4.0])
+  np.testing.assert_array_equal(_run(grad, is_traced=True), [3.0, 4.0])
 
 
 def test_sparse_gradients_stay_sparse() -> None:
-  table = tf.Variable(tf.ones([5, 2]))
-  [(grad, _)] = differentiate.compute(
-    lambda: tf.reduce_sum(tf.gather(table, [4, 4])),
-    [table],
-    None,
-    _halved,
-    OPTIONS,
-    True,
-  )
-  assert isinstance(grad, tf.IndexedSlices)
-  np.testing.assert_array_equal(grad.indices, [4, 4])
-  np.testing.assert_array_equal(grad.values, np.full((2, 2), 0.5))
+  optimizer, (table,) = _made(tf.ones([5, 2]))
+
+  def step() -> Any:
+    [(grad, _)] = optimizer.compute_gradients(
+      lambda: tf.reduce_sum(tf.gather(table, [4, 4])), [table]
+    )
+    assert isinstance(grad, tf.IndexedSlices)
+    return grad.indices, grad.values
+
+  indices, values = _run(step)
+  np.testing.assert_array_equal(indices, [4, 4])
+  np.testing.assert_array_equal(values, np.full((2, 2), 0.5))

@@ -147,23 +147,6 @@ arrays = hnp.arrays(
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_names_and_dtypes(name: str) -> None:
-  dtype = tf.as_dtype(name)
-  assert packing.as_wire_dtype(name) == packing.as_wire_dtype(dtype) == dtype
-  assert packing.as_wire_dtype(NUMPY[name]) == dtype
-  assert packing.as_wire_dtype(None) is None
-
-
-@pytest.mark.parametrize(
-  "bad", ["float32", "float64", "int8", "half precision", "", 16, True, []]
-)
-def test_other_wire_dtypes_are_refused(bad: object) -> None:
-  with pytest.raises(ValueError, match="`wire_dtype` must be one of") as caught:
-    packing.as_wire_dtype(bad)
-  assert f'"bfloat16", "float16" or None; got {bad!r}' in str(caught.value)
-
-
-@pytest.mark.parametrize("name", NUMPY)
 @hypothesis.given(arrays)
 def test_rounds_as_numpy_does(name: str, values: np.ndarray) -> None:
   wide = tf.constant(values)
@@ -188,18 +171,3 @@ def test_tensors_not_wider_than_wire_dtype_are_unchanged(
   tensor = tf.cast([0, 1], dtype)
   assert packing.narrow([tensor], tf.as_dtype(name))[0] is tensor
   assert packing.widen([tensor], [tensor])[0] is tensor
-
-
-def test_each_tensor_gets_its_own_dtype_back() -> None:
-  tensors = [
-    tf.constant([1.5], tf.float64),
-    tf.constant([2], tf.int32),
-    tf.constant([2.5]),
-  ]
-  narrow = packing.narrow(tensors, tf.float16)
-  assert [t.dtype for t in narrow] == [tf.float16, tf.int32, tf.float16]
-  kept = packing.narrow(tensors, None)
-  assert all(a is b for a, b in zip(kept, tensors, strict=True))
-  wide = packing.widen(narrow, tensors)
-  assert [t.dtype for t in wide] == [t.dtype for t in tensors]
-  assert [t.numpy().tolist() for t in wide] == [[1.5], [2], [2.5]]

@@ -19,7 +19,6 @@ from tests.support import covering, testbed, training
 from tests.support import replica_state_cases as cases
 from tests.support.training import KERASES
 from tf_cross_shard import replica_state
-from tf_cross_shard._src.core.inner import inner as inner_lib
 
 PAIR = [[0], [1]]
 
@@ -376,8 +375,10 @@ def test_variables_that_keras_does_not_list_are_saved(
   new_weights, again = _resume(
     way, optimizer, weights, make, tmp_path / "saved"
   )
-  inner = [inner_lib.innermost(each) for each in (optimizer, again)]
-  products = [testbed.copies(each._u_product) for each in inner]
+  products = [
+    testbed.copies(testbed.innermost(each)._u_product)
+    for each in (optimizer, again)
+  ]
   assert products[0] == products[1]
   assert len(products[0]) == 2
   assert 0 < products[0][0] == products[0][1] < 1

@@ -14,7 +14,6 @@ from tests.support import fake_engine, testbed, training
 from tests.support.training import state_of
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import keras3, replica_state
-from tf_cross_shard._src.core.reduce import layout as layouts
 
 GROUPS = [[2, 0], [1, 3]]
 STEPS = 3
@@ -275,11 +274,18 @@ def test_slots_without_an_owner() -> None:
 
 
 def test_costly_variables_are_assigned_first() -> None:
-  """Twelve matrices of one cost, and one that costs as much as six."""
-  costs = [1.0] * 12 + [6.0]
-  cuts = layouts.Layout.by_tensor([4] * 13, costs, 3).cuts
-  loads = [sum(costs[cut.index] for cut in own) for own in cuts]
-  assert loads == [6.0, 6.0, 6.0]
+  """Twelve vectors of one size, and one that is as large as six."""
+  sizes = [4] * 12 + [24]
+  with testbed.mirrored(3).scope():
+    weights = [keras.Variable(np.ones(size, "f4")) for size in sizes]
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.Lamb(0.1), shard_update="by_variable"
+    )
+    optimizer.build(weights)
+  loads = [0, 0, 0]
+  for size, row in zip(sizes, optimizer.describe().rows(), strict=True):
+    loads[row["owner"]] += size
+  assert loads == [24, 24, 24]
 
 
 def test_a_tpu_is_refused() -> None:
