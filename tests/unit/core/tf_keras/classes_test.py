@@ -222,7 +222,7 @@ class TestCornersOfTheInterface:
     assert weight.numpy() == -2.0
 
   def test_small_gradients_survive_a_float16_wire(self) -> None:
-    """The loss scale is outside; in wire_dtype_test it is inside."""
+    """The loss scale is outside; in wire_test it is inside."""
     optimizer, weight = _make(
       *(lambda: optimizers.SGD(1.0), 0.0),
       lambda ours: _scaled(ours, initial_scale=2.0**15),
