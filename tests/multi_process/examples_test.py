@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import numpy as np
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -301,30 +300,3 @@ def test_help_succeeds_and_wrong_flags_end_before_training(
   assert found == {line: str(code) for line, code in expected.items()}, output
   assert "must be a file in a folder that exists" in output
   assert "--groups must divide 3, the replicas of all workers" in output
-
-
-def test_the_split_is_stratified_and_fixed(
-  data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  monkeypatch.syspath_prepend(EXAMPLES)
-  import digits_dataset
-
-  train, test = digits_dataset.load(1433, str(data_dir))
-  ((train_images, train_labels),) = train
-  ((test_images, test_labels),) = test
-  for images, labels in [
-    (train_images, train_labels),
-    (test_images, test_labels),
-  ]:
-    assert images.shape[1:] == (8, 8, 1)
-    assert images.dtype == "float32"
-    assert labels.dtype == "int64"
-    assert images.numpy().min() == 0
-    assert images.numpy().max() == 1
-  counts = np.array([np.bincount(y) for y in (train_labels, test_labels)])
-  assert counts.sum() == 1797
-  assert np.all(np.abs(counts[1] - counts.sum(axis=0) / 5) < 1)
-  # Prepared anew elsewhere, the test split is the same, image by image.
-  ((again, labels_again),) = digits_dataset.load(64, str(tmp_path))[1]
-  assert np.array_equal(test_images, again)
-  assert np.array_equal(test_labels, labels_again)
