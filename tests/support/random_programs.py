@@ -266,8 +266,10 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   # In branches, in windows and in shards rows are made dense.
   is_whole |= mode == "cond" or "gradient_accumulation_steps" in settings
   if not (is_whole or options.get("shard_update")):
-    # No dice, so that the other programs stay as they were.
-    options["lazy_rows"] = bool(seed % 3) and "accumulate_steps" not in options
+    # No dice, so that the other programs stay as they were. Averages move in
+    # all rows, which `plain_training` would restore.
+    is_lazy = not {"accumulate_steps", "use_ema"} & {*options, *settings}
+    options["lazy_rows"] = bool(seed % 3) and is_lazy
   collides = more.chance(0.1)
   if collides:  # They are for Keras' own classes.
     options["shard_update"] = False
