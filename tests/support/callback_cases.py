@@ -63,7 +63,7 @@ def grouped(where: str = "pair", groups: Any = PAIR, outputs: int = 2) -> Any:
     return compiled(model, optimizer)
 
 
-def with_rates(rates: Any, traces: list[None]) -> Any:
+def with_rates(rates: Any, traces: list[None], **options: Any) -> Any:
   """Returns a model with one weight, whose gradient is 1.
 
   Its loss appends to `traces` in each trace.
@@ -76,7 +76,9 @@ def with_rates(rates: Any, traces: list[None]) -> Any:
   with testbed.mirrored(2).scope():
     model = testbed.one_weight()
     optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(rates), group_assignment=PAIR
+      tf.keras.optimizers.SGD(rates, momentum=0.25 if options else 0.0),
+      group_assignment=PAIR,
+      **options,
     )
     model.compile(optimizer, loss)
   return model

@@ -15,7 +15,6 @@ from tf_cross_shard import (
   replica_state,
   schedules,
 )
-from tf_cross_shard._src.fit import group_rates
 
 OPTIONS = {
   **{"patience": 1, "factor": 0.5, "min_delta": 1.0},
@@ -103,9 +102,12 @@ def test_rates_under_loss_scaling(is_around: bool) -> None:
       model.compile(scaled(CrossShardOptimizer(opt, **options)), "mse")
     else:
       model.compile(CrossShardOptimizer(scaled(opt), **options), "mse")
-  group_rates.prepare(model, "the test")
-  group_rates.write(model, [rate / 2 for rate in rates])
-  assert group_rates.read(model) == [rate / 2 for rate in rates]
+  [lower] = cases.begin(
+    model, callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  )
+  for epoch in range(2):
+    lower.on_epoch_end(epoch, {f"val_loss/group_{i}": 1.0 for i in range(2)})
+  assert lower.learning_rates == [rate / 2 for rate in rates]
 
 
 def test_rates_that_cannot_be_lowered() -> None:

@@ -9,7 +9,6 @@ from tests.support import callback_cases as cases
 from tests.support import replica_state_cases
 from tests.support.callback_cases import CROSSED
 from tf_cross_shard import callbacks, schedules
-from tf_cross_shard._src.fit import group_callback
 
 
 @pytest.mark.tf_keras_mode
@@ -45,18 +44,25 @@ def test_curves_of_groups(where: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
-  for given, names in (
-    (schedules.PerGroup([0.5, 0.5]), ["group_0", "group_1"]),
-    (0.5, ["group_0", "group_1"]),
-    (schedules.PerGroup([0.5, 3e-4]), ["lr=0.5", "lr=0.0003"]),
+  for number, (given, names) in enumerate(
+    (
+      (schedules.PerGroup([0.5, 0.5]), {"group_0", "group_1"}),
+      (0.5, {"group_0", "group_1"}),
+      (
+        schedules.PerGroup([0.5, 0.5]),
+        {"lr=0.5, momentum=0", "lr=0.5, momentum=0.5"},
+      ),
+      (schedules.PerGroup([0.5, 3e-4]), {"lr=0.5", "lr=0.0003"}),
+    )
   ):
-    model = cases.with_rates(given, [])
-    assert group_callback.group_names(model.optimizer) == names
-  [board] = cases.begin(model, callbacks.GroupTensorBoard(tmp_path))
-  board.on_epoch_end(0, {"val_loss/group_1": 2.0, "val_loss/ensemble": 3.0})
-  board.on_train_end()
-  runs = {run.name: cases.curves(run) for run in tmp_path.iterdir()}
-  assert set(runs) == {"lr=0.5", "lr=0.0003", "ensemble"}
+    folder = tmp_path / str(number)
+    momenta = {"group_settings": {"momentum": [0.0, 0.5]}}
+    model = cases.with_rates(given, [], **(momenta if number == 2 else {}))
+    [board] = cases.begin(model, callbacks.GroupTensorBoard(folder))
+    board.on_epoch_end(0, {"val_loss/group_1": 2.0, "val_loss/ensemble": 3.0})
+    board.on_train_end()
+    runs = {run.name: cases.curves(run) for run in folder.iterdir()}
+    assert set(runs) == {*names, "ensemble"}
   assert runs["lr=0.0003"]["val_loss"] == [2.0]
   assert runs["lr=0.0003"]["learning_rate"] == [np.float32(3e-4)]
   assert runs["lr=0.5"]["hyperparameters"].splitlines() == [

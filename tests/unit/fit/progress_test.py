@@ -1,19 +1,21 @@
 """The metrics of groups are printed below the progress bar of Keras."""
 
+import pathlib
 import re
 
 import pytest
+import tensorflow as tf
 
 from tests.support import callback_cases as cases
 from tests.support import testbed
 from tests.support.callback_cases import VALIDATION
-from tf_cross_shard import callbacks
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard import callbacks, groups, schedules, trials
 
 
 def _fit(verbose: int) -> dict[str, list[float]]:
   """Trains two epochs with two sets of validation data."""
-  model = cases.grouped()
+  named = groups.Groups(cases.PAIR, names=["low rate", "high rate"])
+  model = cases.grouped(groups=named)
   metrics = [
     callbacks.GroupMetrics(VALIDATION),
     callbacks.GroupMetrics(VALIDATION, ensemble=False, name="test"),
@@ -27,13 +29,8 @@ def _fit(verbose: int) -> dict[str, list[float]]:
 @pytest.mark.tf_keras_mode
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_each_metric_has_a_line_with_the_names_of_the_groups(
-  capsys: pytest.CaptureFixture[str],
-  monkeypatch: pytest.MonkeyPatch,
-  verbose: int,
+  capsys: pytest.CaptureFixture[str], verbose: int
 ) -> None:
-  monkeypatch.setattr(
-    group_callback, "group_names", lambda _: ["low rate", "high rate"]
-  )
   history = _fit(verbose)
   printed = capsys.readouterr().out
   assert "/group" not in printed  # Keras' line has Keras' metrics alone.
@@ -53,23 +50,25 @@ def test_each_metric_has_a_line_with_the_names_of_the_groups(
   assert {f"{name}/group_1" for name in own} <= history.keys()
 
 
-class _Trials(group_callback.GroupCallback):
-  """Group 0 trains trial 7, and group 1 trains none."""
-
-  def names_of_trials(self) -> list[str]:
-    return ["trial 7", ""]
-
-
 def test_lines_have_the_numbers_of_trials(
-  capsys: pytest.CaptureFixture[str],
+  capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-  model = cases.grouped()
-  metrics = callbacks.GroupMetrics(VALIDATION, ensemble=False)
-  history = model.fit(
-    cases.data(), verbose=2, callbacks=[metrics, _Trials()]
-  ).history
-  value = history["val_mae/group_0"][0]
-  assert f"\nval_mae: trial 7 {value:.4g}\n" in capsys.readouterr().out
+  """Three trials train in two groups, so one group of a wave trains none."""
+  rates = [{"learning_rate": rate} for rate in (0.5, 0.25, 0.125)]
+  table = trials.Table(rates, cases.PAIR)
+  model = cases.with_rates(schedules.PerGroup([1.0, 1.0]), [])
+  ones = tf.ones([2, 1])
+  halving = callbacks.Halving(table, tmp_path, epochs=3, factor=3)
+  model.fit(
+    tf.data.Dataset.from_tensors((ones, ones)),
+    epochs=halving.total_epochs,
+    verbose=2,
+    callbacks=[callbacks.GroupMetrics((ones, ones), ensemble=False), halving],
+  )
+  lines = capsys.readouterr().out.splitlines()
+  names = [re.findall(r"trial \d", x) for x in lines if "val_loss: " in x]
+  assert ["trial 0", "trial 1"] in names
+  assert ["trial 2"] in names
 
 
 @pytest.mark.tf_keras_mode

@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import replica_state, trials
-from tf_cross_shard._src.search import table as table_lib
+from tf_cross_shard import callbacks, replica_state, trials
 
 PAIRS = [[0, 1], [2, 3]]
 RATES = [0.25, 0.75]
@@ -59,27 +58,39 @@ def test_inputs_keep_their_dtype(which: str, dtype: str) -> None:
   assert 0.4 < np.mean(out[3] == 0) < 0.6
 
 
-@training.in_both
-def test_rates_of_a_table_change_without_a_new_trace(which: str) -> None:
-  strategy = testbed.mirrored()
-  with strategy.scope():
-    table = trials.Table([{"dropout": rate} for rate in RATES], PAIRS)
-  layer = _layer(which, table.values("dropout"), seed=1)
-  traces = []
+class _Rates(tf.keras.callbacks.Callback):  # type: ignore[misc]
+  """Notes the rates of a layer, and the shares that it drops, by epoch."""
 
-  def step() -> Any:
-    traces.append(1)
-    return layer(X, training=True)
+  def __init__(self, layer: Any) -> None:
+    super().__init__()
+    self._layer = layer
+    self.rates: list[list[float]] = []
+    self.shares: list[list[float]] = []
 
-  run = tf.function(lambda: strategy.run(step), autograph=False)
-  for rates in (RATES, [0.5, 0.0]):
-    settings = [{"dropout": rate} for rate in rates]
-    table_lib.results_of(table).assign(settings)
-    outs = strategy.experimental_local_results(run())
-    for out, rate in zip(outs, np.repeat(rates, 2), strict=True):
-      assert np.mean(out == 0) == pytest.approx(rate, abs=0.03)
-    assert layer.rates == rates
-  assert len(traces) == 4  # once for each replica
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    self.rates.append(list(self._layer.rates))
+    outputs = _call(self._layer)
+    self.shares.append([float(np.mean(out == 0)) for out in outputs])
+
+
+def test_rates_of_trials(tmp_path: pathlib.Path) -> None:
+  """In each wave of trials, the layer has the rates of these trials."""
+  rates = [*RATES, 0.5, 0.0]
+  with testbed.mirrored().scope():
+    table = trials.Table([{"dropout": rate} for rate in rates], PAIRS)
+  model, _ = _model("keras", table.values("dropout"))
+  halving = callbacks.Halving(table, tmp_path, epochs=4, factor=4)
+  seen = _Rates(model.layers[0])
+  metrics = callbacks.GroupMetrics((X, X[:, :1]), ensemble=False)
+  used = [metrics, seen, halving]
+  testbed.fit(
+    *(model, tf.data.Dataset.from_tensors((X, X[:, :1]))),
+    *(halving.total_epochs,),
+    callbacks=used,
+  )
+  assert seen.rates[:2] == [rates[:2], rates[2:]]
+  for shares, right in zip(seen.shares, seen.rates, strict=True):
+    assert shares == pytest.approx(np.repeat(right, 2), abs=0.03)
 
 
 def _model(which: str, rates: Any = RATES) -> tuple[Any, Any]:

@@ -19,8 +19,6 @@ from tf_cross_shard import (
   schedules,
   trials,
 )
-from tf_cross_shard._src.search import rungs as rungs_lib
-from tf_cross_shard._src.search import table as table_lib
 
 PAIRS = groups.Groups([[0, 1], [2, 3]])
 # Members of a group have different data, and groups the same.
@@ -153,6 +151,14 @@ def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
       expected, 1e-5
     )
   assert table.best.number == min(lengths, key=lambda i: min(alone[i][1]))
+  ranking = [trial.number for trial in table.ranking]
+  assert ranking[0] == table.best.number
+  assert str(table).splitlines()[1].split()[0] == str(ranking[0])
+  table.to_csv(tmp_path / "table.csv")
+  with open(tmp_path / "table.csv", newline="") as file:
+    rows = list(csv.DictReader(file))
+  assert [int(row["trial"]) for row in rows] == ranking
+  assert [int(row["epochs"]) for row in rows] == [lengths[i] for i in ranking]
   files = sorted(path.name for path in (tmp_path / "new").iterdir())
   assert files == [f"trial_{i}.npz" for i in range(6)]
   with schedules.as_group(0):
@@ -206,51 +212,38 @@ def test_resumed_search_equals_uninterrupted_search(
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-def test_a_table_shows_the_best_first(tmp_path: pathlib.Path) -> None:
-  table = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
-  results = table_lib.results_of(table)
-  results.monitor = "val_accuracy"
-  for number, values in enumerate([[0.5, 0.25], [0.75], [math.nan]]):
-    for value in values:
-      results.note(number, {"val_accuracy": value})
-  assert [t.number for t in table.ranking] == [1, 0, 2]
-  assert (table.best.best, table[0].best_epoch, table[2].best) == (
-    0.75,
-    0,
-    None,
-  )
-  assert str(table).splitlines()[1].split() == ["1", "2", "1", "0.75", "0"]
-  table.to_csv(tmp_path / "table.csv")
-  with open(tmp_path / "table.csv", newline="") as file:
-    rows = list(csv.DictReader(file))
-  assert [row["trial"] for row in rows] == ["1", "0", "2"]
-  assert rows[1]["epochs"] == "2"
-  again = trials.Table([{"rate": 0.5}, {"rate": 2}, {"rate": 1}], [[0], [1]])
-  table_lib.results_of(again).from_list(results.to_list())
-  assert again.rows() == table.rows()
-
-
 @pytest.mark.parametrize(
-  ("number", "num_groups", "factor", "epochs", "expected"),
+  ("number", "num_groups", "factor", "epochs", "total"),
   [
-    (16, 4, 2, 9, [(16, 2), (8, 4), (4, 9)]),
-    (4, 4, 3, 5, [(4, 5)]),
-    (3, 4, 3, 5, [(3, 5)]),
-    (9, 4, 3, 3, [(9, 1), (4, 3)]),
-    (81, 1, 3, 81, [(81, 1), (27, 3), (9, 9), (3, 27), (1, 81)]),
+    # Trials and epochs of each rung: (16, 2), (8, 4), (4, 9).
+    (16, 4, 2, 9, 4 * 2 + 2 * 2 + 5),
+    (4, 4, 3, 5, 5),
+    (3, 4, 3, 5, 5),
+    (9, 4, 3, 3, 3 * 1 + 2),  # (9, 1), (4, 3)
+    # (81, 1), (27, 3), (9, 9), (3, 27), (1, 81)
+    (81, 1, 3, 81, 81 * 1 + 27 * 2 + 9 * 6 + 3 * 18 + 54),
   ],
 )
 def test_rungs(
-  number: int, num_groups: int, factor: int, epochs: int, expected: Any
+  number: int,
+  num_groups: int,
+  factor: int,
+  epochs: int,
+  total: int,
+  tmp_path: pathlib.Path,
 ) -> None:
-  found = rungs_lib.rungs(number, num_groups, factor, epochs)
-  assert found == expected
+  rows = [{"learning_rate": float(i + 1)} for i in range(number)]
+  table = trials.Table(rows, groups.singletons(num_groups))
+  halving = callbacks.Halving(table, tmp_path, epochs=epochs, factor=factor)
+  assert halving.total_epochs == total
 
 
-def test_too_few_epochs() -> None:
+def test_too_few_epochs(tmp_path: pathlib.Path) -> None:
   words = "at least 3, because 5 trials in 4 groups take 2 rungs with"
+  rows = [{"learning_rate": float(i + 1)} for i in range(5)]
+  table = trials.Table(rows, groups.singletons(4))
   with pytest.raises(ValueError, match=words):
-    rungs_lib.rungs(5, 4, 3, 2)
+    callbacks.Halving(table, tmp_path, epochs=2, factor=3)
 
 
 @pytest.mark.parametrize(
