@@ -12,8 +12,6 @@ import tensorflow as tf
 import tf_cross_shard
 from tests.support import training
 from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, trials
-from tf_cross_shard._src.core import optimizer
-from tf_cross_shard._src.towers import tower_optimizer
 
 KERAS = [
   pytest.param(package, library, id=name)
@@ -22,17 +20,12 @@ KERAS = [
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
-@pytest.mark.parametrize(
-  ("name", "base"),
-  [
-    ("CrossShardOptimizer", optimizer.CrossShardOptimizer),
-    ("TowerOptimizer", tower_optimizer.TowerOptimizer),
-  ],
-)
-def test_help_is_whole(
-  home: Any, its_keras: Any, name: str, base: type[Any]
-) -> None:
+@pytest.mark.parametrize("name", ["CrossShardOptimizer", "TowerOptimizer"])
+def test_help_is_whole(home: Any, its_keras: Any, name: str) -> None:
   del its_keras
+  cls = getattr(home, name)
+  # Both Kerases' classes derive from the class that has the documentation.
+  base = next(each for each in cls.__mro__[1:] if each.__name__ == name)
   text = inspect.getdoc(getattr(home, name)) or ""
   lines = text.splitlines()
   for part in (base, vars(base)["__init__"]):
@@ -59,7 +52,7 @@ def test_public_arguments_have_types() -> None:
   for thing in (
     CrossShardOptimizer,
     CrossShardOptimizer.compute_gradients,
-    optimizer.CrossShardOptimizer.apply_gradients,
+    CrossShardOptimizer.__mro__[1].apply_gradients,
     CrossShardOptimizer.minimize,
     TowerOptimizer,
   ):

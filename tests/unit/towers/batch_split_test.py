@@ -6,8 +6,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import towers_bed
-from tf_cross_shard._src.towers import batch_split as batch
+from tests.support.towers_bed import FOUR, MODES, caller
+from tf_cross_shard import ModeKeys, TowerSpec, replicate_model_fn
+
+
+def _split(features: Any, count: int) -> tuple[list[Any], Any]:
+  """Returns the features of each tower, and their concatenation."""
+  parts = []
+
+  def model_fn(features: Any, mode: str) -> TowerSpec:
+    parts.append(features)
+    return TowerSpec(mode, predictions=features)
+
+  replicated = replicate_model_fn(model_fn, devices=FOUR[:count])
+  whole = replicated(features, mode=ModeKeys.PREDICT).predictions
+  assert len(parts) == count
+  return parts, whole
 
 
 def _lists(value: Any) -> Any:
@@ -33,8 +47,7 @@ def test_concatenate_reverses_split(count: int, length: int) -> None:
     "texts": tf.constant([str(i) for i in range(length)]),
     "array": dense,
   }
-  parts = batch.split("tree", tree, count)
-  assert len(parts) == count
+  parts, whole = _split(tree, count)
   for i, part in enumerate(parts):
     rows = slice(i * length // count, (i + 1) * length // count)
     assert _lists(part["dense"]) == dense[rows].tolist()
@@ -47,7 +60,6 @@ def test_concatenate_reverses_split(count: int, length: int) -> None:
       lengths[rows].tolist()
     )
     assert part["ragged"][1] is None
-  whole = batch.concatenate(parts)
   for name in ("dense", "sparse", "texts"):
     assert _lists(whole[name]) == _lists(tree[name])
   assert _lists(whole["ragged"][0]) == _lists(tree["ragged"][0])
@@ -72,11 +84,11 @@ def test_concatenate_reverses_split(count: int, length: int) -> None:
     ([np.array([1, 2]), [3, 4]], [[1], [3]], [[2], [4]]),
   ],
 )
-@pytest.mark.parametrize("place", towers_bed.MODES)
+@pytest.mark.parametrize("place", MODES)
 def test_lists_of_numbers_are_tensors(
   tree: Any, first: Any, second: Any, place: str
 ) -> None:
-  split = towers_bed.caller(lambda: batch.split("x", tree, 2), place)
+  split = caller(lambda: _split(tree, 2)[0], place)
   parts = [tf.nest.map_structure(_lists, part) for part in split()]
   assert parts == [first, second]
 
@@ -86,11 +98,11 @@ def test_rows_of_a_sparse_tensor(is_value: bool) -> None:
   """A part without values keeps its shape; a value of a session is a tensor."""
   indices, values = [[0, 0], [1, 0], [1, 1]], [1.0, 2.0, 3.0]
   kind = tf.compat.v1.SparseTensorValue if is_value else tf.SparseTensor
-  first, second = batch.split("x", {"x": kind(indices, values, [4, 3])}, 2)
+  (first, second), _ = _split({"x": kind(indices, values, [4, 3])}, 2)
   assert _lists(first["x"]) == [[1.0, 0.0, 0.0], [2.0, 3.0, 0.0]]
   assert _lists(second["x"]) == [[0.0] * 3] * 2
   with pytest.raises(ValueError, match="got SparseTensor with shape"):
-    batch.split("x", kind(indices, values, [3, 3]), 2)
+    _split(kind(indices, values, [3, 3]), 2)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +118,8 @@ def test_rows_of_a_sparse_tensor(is_value: bool) -> None:
   ],
 )
 def test_batches_that_do_not_divide(tree: Any, words: str) -> None:
-  with pytest.raises(ValueError, match="`labels` must ") as caught:
-    batch.split("labels", tree(), 2)
+  with pytest.raises(ValueError, match="`features` must ") as caught:
+    _split(tree(), 2)
   assert words in str(caught.value)
 
 
@@ -127,8 +139,7 @@ def test_lengths_known_when_the_program_runs(kind: str) -> None:
 
   @tf.function(input_signature=[spec])
   def there_and_back(x: Any) -> Any:
-    parts = batch.split("x", x, 3)
-    return batch.concatenate([parts[2], parts[0], parts[1]])
+    return _split(x, 3)[1]
 
   there_and_back(make([6]))
   for length in (0, 2, 4):
