@@ -6,6 +6,7 @@ the end.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -307,6 +308,23 @@ def test_mixed_precision(
   """
   held = [own for result in _two(launches) for own in result[cell]]
   mixed_precision.check(cell, held, mixed_precision.WORKER_CELLS[cell])
+
+
+def test_workers_get_the_same_number_of_batches(launches: Launches) -> None:
+  first, second = (result["even"] for result in _two(launches))
+  batches = [[[i, i + 1.0], [-i, -i - 1.0]] for i in (1.0, 3.0, 5.0, 7.0)]
+  assert first["stop"] == second["stop"] == batches[:2]
+  ones, zeros = [1.0, 1.0], [0.0, 0.0]
+  padded = [[*b, ones] for b in batches[:2]] + 2 * [[*batches[0], zeros]]
+  assert first["pad"] == first["unknown length"] == padded
+  assert second["pad"] == [[*b, ones] for b in batches]
+  # The user's sample weights are kept.
+  weights = [weight for *_, weight in first["weighted"]]
+  assert weights == 2 * [[0.5, 2.0]] + 2 * [zeros]
+  for found in (first, second):
+    assert "same on all workers" in found["modes"]
+    assert re.search(r"an end and a batch .* got \[0, 4\]", found["none"])
+    assert re.search(r"got \[-1, 4\] batches", found["endless"])
 
 
 def test_mixed_precision_under_tensorflows_strategy(launches: Launches) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tests.support import fit_outcome, forking, logical_devices
+from tests.support import fit_outcome, forking, logical_devices, testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
-from tf_cross_shard._src.core.variables import native
 from tf_cross_shard_cli import launch
 
 EPOCHS, STEPS = 5, 4
@@ -98,9 +97,9 @@ def _train(
     ],
   )
   values = [
-    copy.numpy()
-    for variable in map(native, [*model.variables, *optimizer.variables])
-    for copy in strategy.experimental_local_results(variable)
+    copy
+    for variable in [*model.variables, *optimizer.variables]
+    for copy in testbed.copies(variable)
   ]
   numbers = [keep.best]
   for callback in (stop, other):

@@ -6,6 +6,7 @@ knows the data of all workers, and computes the right values.
 
 import functools
 import os
+import pathlib
 import tempfile
 import unittest.mock
 from collections.abc import Callable, Sequence
@@ -15,11 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state, trials
-from tf_cross_shard._src.core import parts
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  callbacks,
+  multi_worker,
+  replica_state,
+  trials,
+)
 from tf_cross_shard._src.core.reduce import multi_worker as engines
-from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback
 
 Key = tuple[str, ...]
 Case = Callable[[tf.distribute.Strategy], Any]
@@ -56,6 +60,15 @@ def place_of(strategy: tf.distribute.Strategy) -> int:
   cluster = resolver.cluster_spec().as_dict()
   before = len(cluster.get("chief", ())) if resolver.task_type != "chief" else 0
   return before + int(resolver.task_id)
+
+
+def _shared_folder(strategy: tf.distribute.Strategy, name: str) -> str:
+  """Returns a folder that is the same in all workers of a launch."""
+  workers = strategy.cluster_resolver.cluster_spec().as_dict()["worker"]
+  ports = "_".join(address.rpartition(":")[2] for address in workers)
+  folder = pathlib.Path(tempfile.gettempdir(), f"tf_cross_shard_{ports}", name)
+  folder.mkdir(parents=True, exist_ok=True)
+  return str(folder)
 
 
 def _run(
@@ -268,8 +281,6 @@ def sparse_sum(
   (table, bias), optimizer = _summed(
     strategy, grouping, [np.zeros((ROWS, 2), "f4"), dense], **options
   )
-  # Else tables would travel.
-  assert parts.step_of(optimizer).engine.supports_sparse
 
   def step(ids: tf.Tensor, values: tf.Tensor, dense: tf.Tensor) -> None:
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
@@ -408,11 +419,9 @@ def group_callbacks(
       group_assignment=GROUPINGS[replicas][grouping],
     )
     model.compile(optimizer, "mse", metrics=["mae"])
-  workers = agreement.of_strategy(strategy)
-  assert workers is not None
-  [folder, *_] = agreement.exchange(workers, "a folder", tempfile.mkdtemp())
+  folder = _shared_folder(strategy, "callbacks")
   x, y = fit_data(replicas)
-  data = batches(x, y if workers.index == 0 else y + 1.0)
+  data = batches(x, y if place_of(strategy) == 0 else y + 1.0)
   known = _Known()
   stop = callbacks.GroupEarlyStopping("val_known", mode="min", patience=1)
   history = model.fit(
@@ -434,14 +443,18 @@ def group_callbacks(
     logs = {"loss/group_0": -1.0 * epoch, "loss/group_1": 1.0}
     lower.on_epoch_end(epoch, logs)
   rates = replica_state.group_values(optimizer.learning_rate, optimizer)
-  state = group_callback.collect_state([stop, lower])
+  state = {
+    f"{type(callback).__name__}/{name}": value
+    for callback in (stop, lower)
+    for name, value in callback.state().items()
+  }
   model.set_weights([0.0 * value for value in model.get_weights()])
   replica_state.restore(f"{folder}/best", optimizer, model)
   return {
     "history": history.history,
     "best_epoch": stop.best_epoch,
     "rates": list(map(float, rates)),
-    "state": {name: value.tolist() for name, value in state.items()},
+    "state": {name: np.asarray(v).tolist() for name, v in state.items()},
     "of_epoch": known.weights,
     "weights": weights,
     "restored": own(model.trainable_variables),
@@ -479,9 +492,7 @@ def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
     table = trials.Table(rates, groups)
     sgd = tf.keras.optimizers.SGD(1.0)
     model.compile(CrossShardOptimizer(sgd, group_assignment=groups), "mse")
-  workers = agreement.of_strategy(strategy)
-  assert workers is not None
-  [folder, *_] = agreement.exchange(workers, "a folder", tempfile.mkdtemp())
+  folder = _shared_folder(strategy, "halving")
   known, begins = _Known(KNOWN_TRIALS), _Begins()
   x, y = fit_data(replicas)
   search = callbacks.Halving(
@@ -547,6 +558,46 @@ def cases_of(launch: str) -> dict[Key, Case]:
     ): functools.partial(function, *arguments, **options)
     for function, *arguments, options in CASES[launch]
   }
+
+
+def even(strategy: tf.distribute.Strategy) -> dict[str, Any]:
+  """Gives two workers the same number of batches, of which they have 2 and 4.
+
+  Returns this worker's batches, or the text of its error.
+  """
+  is_first = place_of(strategy) == 0
+  x = np.arange(1.0, 17.0).astype("f4")
+
+  def data(count: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((x, -x)).batch(2).take(count)
+
+  whole = data(2 if is_first else 4)
+  weighted = whole.map(lambda x, y: ({"a": x}, y, [0.5, 2.0]))
+  found: dict[str, Any] = {}
+  for name, mode, given in (
+    ("stop", "stop", whole),
+    ("pad", "pad", whole),
+    ("unknown length", "pad", whole.filter(lambda *_: tf.constant(True))),
+    ("weighted", "pad", weighted),
+    ("modes", "stop" if is_first else "pad", whole),
+    ("none", "stop", data(0) if is_first else whole),
+    ("endless", "stop", whole.repeat() if is_first else whole),
+  ):
+    try:
+      result = multi_worker.even(given, strategy, mode)
+    except ValueError as error:
+      found[name] = str(error)
+      continue
+    policy = result.options().experimental_distribute.auto_shard_policy
+    assert policy == tf.data.experimental.AutoShardPolicy.OFF
+    epochs = [
+      [[each.numpy().tolist() for each in tf.nest.flatten(b)] for b in result]
+      for _ in range(2)
+    ]
+    assert len(result) == len(epochs[0])
+    assert epochs[0] == epochs[1]
+    found[name] = epochs[0]
+  return found
 
 
 # Groupings of four replicas, and wire dtypes.

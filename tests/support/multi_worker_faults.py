@@ -23,7 +23,11 @@ from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.replica_state import group_state
-from tf_cross_shard.multi_worker import BackupAndRestore, naming_lost_workers
+from tf_cross_shard.multi_worker import (
+  BackupAndRestore,
+  MultiWorkerStrategy,
+  naming_lost_workers,
+)
 
 # What differs on worker 1, in programs that can continue after the error.
 DIFFERENCES = (
@@ -53,6 +57,14 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
   return {**found, "seconds": time.monotonic() - begin}
 
 
+def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
+  """Starts a worker; returns its error, if there is one."""
+  if older:
+    mine = agreement.library_versions()[1:]
+    agreement.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
+  return attempt(lambda: MultiWorkerStrategy(timeout=timeout))
+
+
 def differ(
   what: str, odd: bool, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
@@ -73,7 +85,7 @@ def differ(
 
   def step() -> None:
     if odd and what == "absence":
-      time.sleep(agreement.timeout_of(strategy) + 5.0)
+      time.sleep(strategy.timeout + 5.0)
       return
     optimizer.build(trained)
     if odd and what == "iterations":
@@ -252,12 +264,12 @@ def stall(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:
   """
   early = Early(strategy)
   early.step()
-  time.sleep(0.5 * agreement.step_timeout_of(strategy) * odd)
+  time.sleep(0.5 * strategy.step_timeout * odd)
   early.step()
   trained = float(early.state()[0][0])
 
   def step() -> None:
-    time.sleep(2.0 * agreement.step_timeout_of(strategy) * odd)
+    time.sleep(2.0 * strategy.step_timeout * odd)
     with naming_lost_workers():
       early.step()
 

@@ -4,7 +4,9 @@ import os
 import pathlib
 import pickle
 import runpy
+import sys
 import time
+import traceback
 import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +24,6 @@ from tests.support import (
   replica_state_workers,
 )
 from tf_cross_shard import multi_worker
-from tf_cross_shard._src.core.workers import agreement
 
 
 def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
@@ -57,16 +58,6 @@ def _timed(name: str, function: Callable[..., Any], *args: Any) -> Any:
   result = function(*args)
   print(f"{time.monotonic() - begin:.2f} s: {name}", flush=True)
   return result
-
-
-def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
-  """Starts a worker; returns its error, if there is one."""
-  if older:
-    mine = agreement.library_versions()[1:]
-    agreement.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
-  return multi_worker_faults.attempt(
-    lambda: multi_worker.MultiWorkerStrategy(timeout=timeout)
-  )
 
 
 def faults(what: str, odd: bool) -> dict[str, Any]:
@@ -175,6 +166,7 @@ def two(delay: float) -> dict[Any, Any]:
       str(cell), mixed_precision.train_worker, strategy, cell
     )
   found["evaluated"] = mixed_precision.evaluate_and_predict(strategy)
+  found["even"] = multi_worker_cases.even(strategy)
   return found
 
 
@@ -202,7 +194,7 @@ TASKS: dict[str, Callable[..., Any]] = {
   task.__name__: task
   for task in (
     numbers,
-    start,
+    multi_worker_faults.start,
     faults,
     lose,
     lose_waiting,
@@ -227,7 +219,13 @@ def run(
   given = pathlib.Path(place)
   forking.prepare(given.with_suffix(".log"), environment)
   tf.get_logger().setLevel("ERROR")
-  result = TASKS[task](**arguments)
+  try:
+    result = TASKS[task](**arguments)
+  except Exception:
+    # End at once: TensorFlow would wait for workers that wait for this one.
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
   part = given.with_suffix(".part")
   part.write_bytes(pickle.dumps(result))
   os.replace(part, given.with_suffix(".out"))
