@@ -363,6 +363,7 @@ class GroupNumber(float):
   """
 
   tensor: tf.Tensor
+  dtype = float  # For Keras, which asks for it or takes the class.
 
   def __new__(cls, numbers: Sequence[float], group: Any) -> "GroupNumber":
     """Returns row `group` of `numbers`, compared as the first nonzero one."""
