@@ -40,7 +40,6 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "decays",
     "is_per_group",
     "is_partial",
-    "collides",
   )
   for column in (*columns, "is_exact"):
     shape[column] = getattr(program, column)

@@ -90,7 +90,6 @@ class Program(NamedTuple):
   bad: tuple[int, int, float] | None  # step, replica, number that is not finite
   bucket_bytes: int
   replicas: int  # four in one process, or two workers
-  collides: bool  # whether the class has attributes of the wrapper's names
   resumed_at: int | None  # the step before which a second model takes over
 
   @property
@@ -270,10 +269,6 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
     # all rows, which `plain_training` would restore.
     is_lazy = not {"accumulate_steps", "use_ema"} & {*options, *settings}
     options["lazy_rows"] = bool(seed % 3) and is_lazy
-  collides = more.chance(0.1)
-  if collides:  # They are for Keras' own classes.
-    options["shard_update"] = False
-    options.pop("lazy_rows", None)
   is_raw = way != "fit" and dice.chance(0.3)
   # Keras' Adafactor names slots after `variable.name`. A function that is being
   # traced refuses the colon in the name of a `tf.Variable`.
@@ -299,7 +294,6 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
     bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
     is_per_group=dice.chance(0.25),
     replicas=replicas,
-    collides=collides,
     resumed_at=(
       more.one([1, 2]) if way != "fit" and more.chance(0.25) else None
     ),
@@ -432,36 +426,7 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
     constant = tf.keras.optimizers.schedules.PiecewiseConstantDecay
     rate = constant([0], [rate, rate])
   kind = getattr(tf.keras.optimizers, program.optimizer)
-  if program.collides:
-    kind = _colliding(kind)
   return kind(learning_rate=rate, **settings)
-
-
-def _colliding(kind: type[Any]) -> type[Any]:
-  """Returns a subclass that uses the wrapper's private attribute names."""
-  plain = kind(0.5)
-  taken = {"_step", "_checks", "_inner", *dir(CrossShardOptimizer("sgd"))}
-  names = sorted(
-    name
-    for name in taken
-    if name.startswith("_")
-    and not name.startswith(("__", "_tf_cross_shard_"))  # These are marks.
-    and not hasattr(plain, name)
-  )
-  assert len(names) > 3
-
-  class Colliding(kind):  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-      super().__init__(*args, **kwargs)
-      for name in names:
-        setattr(self, name, f"user's {name}")
-
-    def check(self) -> None:
-      """Checks that the user's attributes have not changed."""
-      for name in names:
-        assert getattr(self, name) == f"user's {name}", name
-
-  return Colliding
 
 
 class State(NamedTuple):
@@ -493,8 +458,6 @@ def train(
     testbed.copies(variable)
     for variable in [*model.known, *testbed.variables_of(optimizer)]
   ]
-  if program.collides:
-    optimizer.inner_optimizer.check()
   counts: list[Any] = [None] * len(values[0])
   if program.options.get("skip_nonfinite"):
     counts = list(map(int, testbed.copies(optimizer.skipped_steps)))
