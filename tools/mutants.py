@@ -115,9 +115,9 @@ MUTANTS = [
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded"),
   Mutant("all groups use the first group's settings", "_src/core/per_group.py", "      return values[group]\n", "      return values[0]\n", "unit/core/group_settings"),
   # Islands.
-  Mutant("an outer step does not change the groups' weights", "_src/islands/outer_state.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
-  Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_state.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
-  Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_state.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
+  Mutant("an outer step does not change the groups' weights", "_src/islands/outer_optimizer.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
+  Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
+  Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_optimizer.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "elif before // self._every < now // self._every:", "elif steps_before // self._every < steps // self._every:", "unit/islands/outer_optimizer"),
   # Trials.
   Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/search/halving"),

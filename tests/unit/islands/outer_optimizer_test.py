@@ -197,8 +197,8 @@ def test_collectives_between_groups() -> None:
     travels.clear()
     loop.train(GRADS[4:5])
     assert travels == [("bfloat16", [3], STRIDED)]
-  step = mock.Mock(wraps=outer._state.take_outer_step)
-  with mock.patch.object(outer._state, "take_outer_step", step):
+  step = mock.Mock(wraps=outer._state.synchronize)
+  with mock.patch.object(outer._state, "synchronize", step):
     loop.train(GRADS[:10])
   assert step.call_count == 2
 
@@ -361,18 +361,18 @@ def test_executions_of_several_steps() -> None:
   make(outer)
   events: list[str] = []
 
-  def recording(method: str) -> Any:
-    record = mock.Mock(side_effect=lambda: events.append(method) or True)
-    return mock.patch.object(outer._state, method, record)
+  def record(is_warmup: bool) -> bool:
+    events.append("average" if is_warmup else "outer step")
+    return True
 
-  with recording("average"), recording("take_outer_step"):
+  with mock.patch.object(outer._state, "synchronize", record):
     for calls, expected in (
       (1, ["average"]),
       (5, ["average"]),  # up to step 6, which is the third after the warm-up
-      (1, ["take_outer_step"]),
+      (1, ["outer step"]),
       (3, []),
-      (9, ["take_outer_step"]),  # up to step 19, past the ends of two rounds
-      (4, ["take_outer_step"]),
+      (9, ["outer step"]),  # up to step 19, past the ends of two rounds
+      (4, ["outer step"]),
     ):
       outer._count(calls)
       assert events == expected

@@ -6,9 +6,11 @@
 
     θ = OuterOpt(θ, Δ);  θ_0 = θ_1 = θ
 
-The callback in this file decides when groups synchronize, and checks that all
-of them start from equal weights. `outer_state.py` holds the anchor θ and takes
-the step that moves it.
+`OuterOptimizer` decides when groups synchronize, and checks that all of them
+start from equal weights. `_State` has the anchor θ, and takes the step that
+moves it. The outer optimizer is also a CrossShardOptimizer. Its groups connect
+the groups of the user: where replicas `[[0, 1], [2, 3]]` train together, the
+outer optimizer averages over `[[0, 2], [1, 3]]`.
 
 References:
   Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
@@ -19,13 +21,16 @@ References:
   1808.07217): post-local SGD, which is local SGD after a synchronous warm-up.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
@@ -34,7 +39,11 @@ from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback, keras_fit
-from tf_cross_shard._src.islands import outer_state
+from tf_cross_shard._src.replica_state import group_state
+
+# Classes of TensorFlow and Keras, which have no types.
+KerasOptimizer: TypeAlias = Any  # of Keras 3 or tf_keras; or the name of one
+Variable: TypeAlias = Any  # a tf.Variable or a keras.Variable
 
 
 class OuterOptimizer(group_callback.GroupCallback):
@@ -104,7 +113,7 @@ class OuterOptimizer(group_callback.GroupCallback):
   def __init__(
     self,
     every: int,
-    optimizer: outer_state.KerasOptimizer | None = None,
+    optimizer: KerasOptimizer | None = None,
     *,
     warmup: int = 0,
     wire_dtype: Literal["bfloat16", "float16"] | tf.DType | None = None,
@@ -136,7 +145,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     self._optimizer = optimizer
     self._warmup = warmup
     self._wire_dtype = wire_dtype
-    self._state: outer_state.OuterState | None = None
+    self._state: _State | None = None
     self._first_batch = 0  # of the execution that is running
     self._is_first_execution = False  # of this call of `fit`
     self._has_warned = False
@@ -226,12 +235,10 @@ class OuterOptimizer(group_callback.GroupCallback):
     steps_before, steps = state.count(calls)
     # H counts from the end of the warm-up.
     before, now = steps_before - self._warmup, steps - self._warmup
-    is_finite = True
+    is_due = before // self._every < now // self._every
     if before < 0:
-      if before < now:
-        is_finite = state.average()
-    elif before // self._every < now // self._every:
-      is_finite = state.take_outer_step()
+      is_due = before < now
+    is_finite = not is_due or state.synchronize(is_warmup=before < 0)
     if not is_finite and not self._has_warned:
       self._has_warned = True
       logging.warning(
@@ -243,7 +250,7 @@ class OuterOptimizer(group_callback.GroupCallback):
         steps,
       )
 
-  def _built_state(self) -> outer_state.OuterState:
+  def _built_state(self) -> "_State":
     """Returns the state; raises `RuntimeError` if there is none yet."""
     if self._state is None:
       raise RuntimeError(
@@ -252,13 +259,17 @@ class OuterOptimizer(group_callback.GroupCallback):
       )
     return self._state
 
-  def _state_for(self, optimizer: Any, model: Any) -> outer_state.OuterState:
+  def _state_for(self, optimizer: Any, model: Any) -> "_State":
     """Returns the state for a model, which the first call creates."""
     trained_by = _find_optimizer_with_groups(optimizer)
-    weights = _trained_weights(model)
+    # Of a model, or of a list.
+    trained = getattr(model, "trainable_variables", model)
+    weights = list(map(variables_lib.native, trained))
     if self._state is None:
       self._state = self._make_state(trained_by, weights)
-    elif not self._state.belongs_to(trained_by, weights):
+    elif trained_by is not self._state.trained_by or (
+      list(map(id, weights)) != list(map(id, self._state.weights))
+    ):
       raise ValueError(
         "This OuterOptimizer belongs to another model or optimizer, or the"
         " model trains other variables now. Create a new OuterOptimizer for"
@@ -269,17 +280,15 @@ class OuterOptimizer(group_callback.GroupCallback):
   def _make_state(
     self,
     trained_by: CrossShardOptimizer,
-    weights: Sequence[outer_state.Variable],
-  ) -> outer_state.OuterState:
+    weights: Sequence[Variable],
+  ) -> "_State":
     """Makes the anchor, once all workers and all groups agree on the start."""
     if not weights:
       raise ValueError(
         "`model` has nothing to train. If it is not built, give it a"
         " tf.keras.Input, or call it on a batch."
       )
-    outer = outer_state.make_outer_optimizer(
-      trained_by, self._optimizer, self._wire_dtype
-    )
+    outer = _make_outer_optimizer(trained_by, self._optimizer, self._wire_dtype)
     settings = agreement.setting_lines(
       every=self._every,
       warmup=self._warmup,
@@ -289,21 +298,11 @@ class OuterOptimizer(group_callback.GroupCallback):
     copies = replicas_lib.Copies(parts.step_of(trained_by).engine.strategy)
     copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
-    return outer_state.OuterState(
-      trained_by, weights, outer, has_warmup=self._warmup > 0
-    )
-
-
-def _trained_weights(model: Any) -> list[outer_state.Variable]:
-  """Returns the variables of a model, or of a list, that groups synchronize."""
-  return [
-    variables_lib.native(variable)
-    for variable in getattr(model, "trainable_variables", model)
-  ]
+    return _State(trained_by, weights, outer, has_warmup=self._warmup > 0)
 
 
 def _check_weights_are_equal(
-  copies: replicas_lib.Copies, weights: Sequence[outer_state.Variable]
+  copies: replicas_lib.Copies, weights: Sequence[Variable]
 ) -> None:
   """Raises `ValueError` unless all replicas have the same weights."""
   for weight, digests in zip(weights, copies.digests(weights), strict=True):
@@ -339,3 +338,182 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
       " CrossShardOptimizer a `group_assignment`, for example [[0, 1], [2, 3]]."
     )
   return all_nested[0]
+
+
+def _make_outer_optimizer(
+  optimizer: CrossShardOptimizer,
+  outer: KerasOptimizer | None,
+  wire_dtype: str | tf.DType | None = None,
+) -> CrossShardOptimizer:
+  """Wraps a copy of the outer optimizer; the copy averages over the groups.
+
+  Args:
+    optimizer: The optimizer that trains the groups.
+    outer: An optimizer of the same Keras, or its name. None for the optimizer
+      of the DiLoCo paper.
+    wire_dtype: The dtype in which groups send the differences.
+  """
+  keras = sys.modules[parts.package_of(optimizer)].optimizers
+  if outer is None:
+    outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
+  with parts.step_of(optimizer).engine.making_variables():
+    outer = keras.get(outer)
+    config = outer.get_config()
+    if "name" in config:
+      # A checkpoint finds variables by name. Keras would number its own name.
+      config["name"] = "outer"
+    # This package's class of the optimizer, not a subclass of it.
+    package_class = next(
+      kind
+      for kind in type(optimizer).__mro__
+      if kind.__module__.split(".")[0] == "tf_cross_shard"
+    )
+    return package_class(
+      type(outer).from_config(config),
+      "mean",
+      "OuterOptimizer",
+      _across(optimizer.groups),
+      loss_averaged_over="replica",
+      wire_dtype=wire_dtype,
+      skip_nonfinite=True,
+      scale_gradients=True,
+    )
+
+
+def _across(groups: groups_lib.Groups) -> groups_lib.Groups:
+  """Returns groups with one member of each of the given groups.
+
+  >>> _across(groups_lib.contiguous(4, 2)).to_lists()
+  [[0, 2], [1, 3]]
+
+  Floating-point sums of three or more terms depend on their order, which is the
+  order of the replicas. If that order visits the given groups differently in
+  two of the new groups, members of a given group would receive different bits.
+  In that case all replicas form one group, which has the same mean.
+  """
+  rows = [sorted(row) for row in zip(*map(sorted, groups), strict=True)]
+  orders = {tuple(map(groups.index_of, row)) for row in rows}
+  if groups.num_groups > 2 and len(orders) > 1:
+    return groups_lib.contiguous(groups.num_replicas, groups.num_replicas)
+  return groups_lib.Groups(tuple(map(tuple, rows)))
+
+
+def _make_step(
+  outer: CrossShardOptimizer,
+  anchors: Sequence[Variable],
+  weights: Sequence[Variable],
+) -> Callable[[], Any]:
+  """Returns a function that takes one outer step on all replicas.
+
+  The function returns a boolean for each replica: whether the outer gradient
+  was finite. If it was not, the step changes nothing on any replica.
+  """
+  engine = parts.step_of(outer).engine
+  with engine.making_variables():
+    outer.build(anchors)
+  natives = [variables_lib.native(anchor) for anchor in anchors]
+
+  def replica_step() -> tf.Tensor:
+    with engine.isolate():
+      skipped = tf.convert_to_tensor(outer.skipped_steps)
+      # θ - θ_i, of which the outer optimizer takes the mean: Δ.
+      differences = [
+        anchor - weight for anchor, weight in zip(natives, weights, strict=True)
+      ]
+    # θ = OuterOpt(θ, Δ)
+    outer.apply_gradients(zip(differences, anchors, strict=True))
+    with engine.isolate():
+      is_finite = tf.equal(outer.skipped_steps, skipped)
+      # θ_i = θ
+      for anchor, weight in zip(natives, weights, strict=True):
+        weight.assign(tf.where(is_finite, anchor, weight))
+    return is_finite
+
+  # A partial object instead of a lambda: TensorFlow identifies a lambda by its
+  # code, and would warn that several OuterOptimizers retrace one function.
+  run = functools.partial(engine.strategy.run, replica_step)
+  return tf.function(run, autograph=False)
+
+
+class _State:
+  """Everything that an OuterOptimizer keeps for one model.
+
+  Attributes:
+    trained_by: The optimizer that trains the groups.
+    weights: θ_i, the model's trained variables; each group has its own values.
+    anchors: θ, one variable for each weight, with equal values on all replicas.
+    optimizer: The outer optimizer, which `_make_outer_optimizer` returned.
+    calls: How often `apply_gradients` was called: an int64 variable.
+  """
+
+  def __init__(
+    self,
+    trained_by: CrossShardOptimizer,
+    weights: Sequence[Variable],
+    optimizer: CrossShardOptimizer,
+    *,
+    has_warmup: bool,
+  ) -> None:
+    """Creates the variables, with the weights as the first anchor.
+
+    All groups have equal weights. If `has_warmup`, this also creates the
+    optimizer of the warm-up.
+    """
+    self.trained_by = trained_by
+    self.weights = list(weights)
+    self.optimizer = optimizer
+    step = parts.step_of(trained_by)
+    with step.engine.making_variables():
+      self.anchors = [
+        step.inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
+        for i, weight in enumerate(weights)
+      ]
+    self._outer_step = _make_step(optimizer, self.anchors, self.weights)
+    if has_warmup:
+      # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
+      keras = sys.modules[parts.package_of(trained_by)]
+      sgd = keras.optimizers.SGD(1.0)
+      average = _make_outer_optimizer(trained_by, sgd, optimizer.wire_dtype)
+      self._averaging_step = _make_step(average, self.anchors, self.weights)
+    # One variable on the host for all replicas: reading it waits for no device.
+    with variables_lib.outside_of_strategies(), tf.device("CPU:0"):
+      self.calls = tf.Variable(
+        0, trainable=False, dtype=tf.int64, name="outer_calls"
+      )
+    outer_variables = [v for _, v in names_lib.state_variables(optimizer)]
+    step.attached = (self.calls, *self.anchors, *outer_variables)
+
+  def count(self, calls: int) -> tuple[int, int]:
+    """Counts calls of `apply_gradients`.
+
+    Returns how many steps were complete before these calls, and are now.
+    """
+    before = int(self.calls.numpy())
+    self.calls.assign_add(calls)
+    window = parts.step_of(self.trained_by).calls_per_step
+    return before // window, (before + calls) // window
+
+  def synchronize(self, is_warmup: bool) -> bool:
+    """Moves the anchor, and all groups to it: to their mean in the warm-up.
+
+    Returns whether the outer gradient was finite. If not, nothing changes.
+    """
+    is_finite = self._averaging_step() if is_warmup else self._outer_step()
+    # Otherwise you would get a warning that something made the groups equal.
+    group_state.accept_values(self.trained_by)
+    strategy = parts.step_of(self.trained_by).engine.strategy
+    # All replicas return the same.
+    return bool(strategy.experimental_local_results(is_finite)[0])
+
+  def restart_from_weights(self) -> None:
+    """Makes the weights the anchor if all groups have the same weights.
+
+    Groups that are equal between two outer steps were set by something else,
+    say by a checkpoint. Without a new anchor, the outer optimizer would take
+    that change for a gradient. Where groups differ, nothing happens.
+    """
+    copies = replicas_lib.Copies(parts.step_of(self.trained_by).engine.strategy)
+    copies.compare_workers("the anchor of an OuterOptimizer")
+    if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
+      for anchor, weight in zip(self.anchors, self.weights, strict=True):
+        copies.write(anchor, copies.here(weight))
