@@ -200,9 +200,9 @@ class GroupMetrics(group_callback.GroupCallback):
   def _warn_of_diverged(self, epoch: int, metrics: dict[str, float]) -> None:
     """Warns once of each group, or trial, whose loss is not finite."""
     diverged = {
-      name or key: metrics[f"{self.prefix}loss/{key}"]
+      name: metrics[f"{self.prefix}loss/{key}"]
       for name, key in zip(self._names, self.keys, strict=True)
-      if not math.isfinite(metrics.get(f"{self.prefix}loss/{key}", 0.0))
+      if name and not math.isfinite(metrics.get(f"{self.prefix}loss/{key}", 0))
     }
     for other in self.same_fit() or [self]:
       if isinstance(other, GroupMetrics):
