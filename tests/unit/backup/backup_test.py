@@ -489,7 +489,7 @@ def test_a_run_that_finds_its_work_finished(
   assert f"delete the folder {tmp_path}" in text
 
 
-class _Gan(tf.keras.Model):
+class Gan(tf.keras.Model):
   """A model that keeps its optimizers in a dictionary and in a list."""
 
   def __init__(self) -> None:
@@ -539,7 +539,7 @@ def test_all_optimizers_that_a_model_holds(tmp_path: pathlib.Path) -> None:
   """A resumed run equals one that was not interrupted, slots included."""
 
   def run(epochs: int, *used: Any) -> list[Any]:
-    model = _Gan()
+    model = Gan()
     model.compile("sgd", "mse")
     testbed.fit(model, DATA, epochs, callbacks=list(used))
     optimizers = model.by_name["first"], model.listed[0], model.inside.optimizer

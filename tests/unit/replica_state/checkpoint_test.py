@@ -169,7 +169,7 @@ def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
   for _ in range(2):
     trained = cases.Training(testbed.virtual(cases.N), cases.PAIRS, seed=1)
     with trained.strategy.scope():
-      trained.model.compile("sgd", "mse", metrics=["mae"])
+      trained.model.compile(trained.optimizer, "mse", metrics=["mae"])
     if not names:
       trained.model.evaluate(np.ones([4, 4]), np.ones([4, 2]), verbose=0)
       assert trained.model.metrics_variables

@@ -265,6 +265,8 @@ def _build_saved(target: epath.Path, optimizer: Any, model: Any) -> None:
   ):
     saved = file.about.get("trained", {})
   variables = {entry.name: entry.variable for entry in state.entries}
+  if not saved:  # There was one optimizer.
+    _build(optimizer, model)
   tracked.build(optimizer, model, saved, variables)
 
 

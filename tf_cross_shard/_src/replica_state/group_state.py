@@ -93,7 +93,7 @@ class GroupState:
     self.entries: list[Entry] = []
     if with_optimizer:
       every = tracked.with_state(optimizer, model)
-      if "" not in every:
+      if list(every) != [""]:
         self.optimizer = list(every.values())
       # Optimizer state in which members of a group may differ.
       windows = set(map(id, names_lib.windows(self.optimizer)))

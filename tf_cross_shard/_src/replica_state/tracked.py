@@ -19,17 +19,15 @@ from tf_cross_shard._src.replica_state import archive
 
 
 def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
-  """Returns an optimizer, and all that a model tracks, by where they are."""
-  found: dict[str, Any] = {}
-  known: set[int] = set()
+  """Returns an optimizer, by "", and others that a model tracks, by place."""
+  found: dict[str, Any] = {"": optimizer}
+  known = set(map(id, names_lib.nested_optimizers(optimizer)))
   for path, value in _walk(model, "model", set()):
     inside = list(names_lib.nested_optimizers(value))
     if not known.intersection(map(id, inside)):
       found[f"{path}/"] = value
     known.update(map(id, inside))
-  if known.intersection(map(id, names_lib.nested_optimizers(optimizer))):
-    return found
-  return {"optimizer/": optimizer, **found}
+  return found
 
 
 def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
@@ -113,9 +111,9 @@ def build(
       continue
     if names is None or not variables.keys() >= set(names):
       raise archive.CheckpointError(
-        f"The checkpoint holds the state of {path[:-1]}, which is not built,"
-        " and does not say what it trains. Call its build(variables) first,"
-        " inside `with strategy.scope():`."
+        f"The checkpoint has the state of {path[:-1] or 'the optimizer'},"
+        " which is not built, and does not say what it trains. Call its"
+        " build(variables) first, inside `with strategy.scope():`."
       )
     *_, innermost = names_lib.nested_optimizers(own)
     with keras_private.strategy(innermost).scope():
@@ -128,8 +126,8 @@ def check_built(optimizer: Any, model: Any, caller: str) -> None:
     if not _is_built(own):
       raise ValueError(
         f"{caller} needs the state of all optimizers when `fit` begins, but"
-        f" {path[:-1]} is not built. Call its build(variables) before fit,"
-        " inside `with strategy.scope():`."
+        f" {path[:-1] or 'the optimizer'} is not built. Call its"
+        " build(variables) before fit, inside `with strategy.scope():`."
       )
 
 
