@@ -4,6 +4,7 @@ A batch looks up the same row of a table several times. Keras 3 squares the
 gradient of each lookup, and tf_keras the sum of the gradients.
 """
 
+import functools
 from typing import Any
 
 import keras
@@ -28,14 +29,14 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _train(which: str, opt: Any, strategy: Any = None, **options: Any) -> Any:
-  """Returns the table after three steps; `opt` is wrapped if `options`."""
+def _train(which: str, make: Any, strategy: Any = None, **options: Any) -> Any:
+  """Returns the table after three steps; wraps the optimizer if `options`."""
   library, ours = training.KERASES[which]
   strategy = strategy or tf.distribute.get_strategy()
   replicas = strategy.num_replicas_in_sync
   with strategy.scope():
     table = testbed.variable(TABLE, "embeddings", library)
-    optimizer = library.optimizers.get(opt)
+    optimizer = make()
     if options:
       optimizer = ours.CrossShardOptimizer(optimizer, **options)
     optimizer.build([table])
@@ -70,13 +71,14 @@ def _train(which: str, opt: Any, strategy: Any = None, **options: Any) -> Any:
 def test_default_is_plain_keras(which: str, kind: str) -> None:
   make = testbed.optimizers_of(training.KERASES[which][0])[kind]
   for settings in SETTINGS:
-    plain = _train(which, make(**settings))
+    make_one = functools.partial(make, **settings)
+    plain = _train(which, make_one)
     for options, strategy in (
       ({"reduction": "sum"}, None),
       ({"reduction": "sum", "fused_update": False}, None),
       ({"reduction": "sum"}, testbed.mirrored()),
     ):
-      found = _train(which, make(**settings), strategy, **options)
+      found = _train(which, make_one, strategy, **options)
       # A kernel updates where `global_clipnorm` makes gradients dense.
       np.testing.assert_allclose(
         found, plain, rtol=0, atol=1e-5, err_msg=f"{settings} {options}"
