@@ -105,8 +105,8 @@ class _Stream:
 
   def __init__(self, file: IO[Any]) -> None:
     self._file = file
-    self.flush = file.flush
-    self.read = file.read  # NumPy takes an object without it for a path.
+    # NumPy takes what has `read` for a file.
+    self.flush, self.read = file.flush, file.read
 
   def write(self, data: Any) -> int:
     """Writes bytes; returns their number."""
