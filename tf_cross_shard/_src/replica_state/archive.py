@@ -68,7 +68,7 @@ def write(
       # incomplete for a moment. `is_complete` detects this, because the
       # directory of a zip file is at the end of the file.
       with paths_lib.writing(partial) as file:
-        _write_entries(file, entries)
+        np.savez(file, **entries)
       paths_lib.replace(partial, path)
     finally:
       with contextlib.suppress(OSError):
@@ -80,14 +80,6 @@ def write(
       f"The checkpoint {path} could not be written: {error.strerror}."
       f" The previous file is unchanged. {remedy}",
     ) from error
-
-
-def _write_entries(file: Any, entries: Mapping[str, Any]) -> None:
-  """Writes what `np.savez` would write, to a file that cannot be read."""
-  with zipfile.ZipFile(file, "w") as container:
-    for name, array in entries.items():
-      with container.open(f"{name}.npy", "w", force_zip64=True) as entry:
-        np.lib.format.write_array(entry, array, allow_pickle=False)
 
 
 def is_complete(path: epath.Path) -> bool:
