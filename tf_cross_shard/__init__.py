@@ -35,6 +35,7 @@ from tf_cross_shard import (
   trials,
 )
 from tf_cross_shard._src.local_strategy import local_strategy
+from tf_cross_shard._src.vectorized.strategy import VectorizedStrategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
@@ -53,6 +54,7 @@ else:
 for _public in (
   CrossShardOptimizer,
   TowerOptimizer,
+  VectorizedStrategy,
   local_strategy,
 ):
   _public.__module__ = __name__
@@ -65,6 +67,7 @@ __all__ = [
   "ModeKeys",
   "TowerOptimizer",
   "TowerSpec",
+  "VectorizedStrategy",
   "callbacks",
   "groups",
   "layers",

@@ -1,7 +1,8 @@
 """Runs and compiles TPU programs on a machine without a TPU.
 
-    step ─▶ one XLA program ─┬▶ VirtualTPUStrategy: runs N replicas on the CPU
-                             └▶ compile_for: calls the real TPU compiler
+    step ─▶ a replica's program ─┬▶ VirtualTPUStrategy: checks it with XLA, and
+                                 │    runs N replicas as one vectorized program
+                                 └▶ compile_for: calls the real TPU compiler
 
 `VirtualTPUStrategy` is used like `tf.distribute.TPUStrategy`. Every replica has
 its own copy of every variable, so that you can develop and test TPU training,
@@ -37,9 +38,8 @@ of a slice are:
 A step that a TPU could not run raises `TPUCompileError`, for example if a shape
 depends on data.
 
-`VirtualTPUStrategy` needs jax (`pip install '.[virtual-tpu]'` in a clone).
-`compile_for` and `coordinates` need libtpu too
-(`pip install '.[tpu-compiler]'`).
+`VirtualTPUStrategy` needs TensorFlow alone. `compile_for` and `coordinates`
+need jax and libtpu (`pip install '.[tpu-compiler]'` in a clone).
 """
 
 from tf_cross_shard._src import catalogue as _catalogue

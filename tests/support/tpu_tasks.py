@@ -5,9 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard import virtual_tpu
-from tf_cross_shard._src.virtual_tpu import lowering, replica_context
-
 _layers = tf.keras.layers
 
 
@@ -40,19 +37,3 @@ MODELS: dict[str, Callable[[], Any]] = {"dense": dense, "embedding": embedding}
 def loss(model: Any, x: Any, y: Any) -> tf.Tensor:
   """Returns the squared error, averaged over the given examples."""
   return tf.reduce_mean((model(x, training=True) - y) ** 2)
-
-
-def trace(
-  strategy: virtual_tpu.VirtualTPUStrategy,
-  fn: Callable[..., Any],
-  *specs: tf.TensorSpec,
-) -> lowering.Traced:
-  """Returns the graph of a replica's function on a virtual TPU."""
-
-  def replica_fn(*tensors: tf.Tensor) -> Any:
-    with strategy.scope(), replica_context.TracedReplicaContext(strategy, 0):
-      return fn(*tensors)
-
-  return lowering.trace(
-    replica_fn, specs, lambda: strategy.extended.known_variables
-  )

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.virtual_tpu import hlo, program, xla
+from tf_cross_shard._src.vectorized import strategy as vectorized
+from tf_cross_shard._src.virtual_tpu import hlo, lowering, xla
 from tf_cross_shard._src.virtual_tpu import strategy as strategy_lib
 
 
@@ -139,20 +140,18 @@ def compile_for(
   if num_replicas is not None:
     _check_size(where, "num_replicas", num_replicas)
   _check_size(where, "strategy", strategy.num_replicas_in_sync)
-  step = _trace(fn, args, strategy)
-  _check_size(where, "fn", step.replicas.num_replicas)
-  inputs = step.traced.function.inputs
-  shapes = [x.shape for x in inputs if x.dtype != tf.resource]
-  for shape in shapes:
-    if not shape.is_fully_defined():
-      raise ValueError(
-        "`args` must have known shapes, because a TPU program is compiled for"
-        f" one shape; got {shape}. Pass for example tf.TensorSpec([8, 64])."
-      )
-  executable, seconds = xla.compile_for_tpu(step.lower(shapes).module, where)
-  [module] = executable.hlo_modules()
+  step, count = _trace(fn, args, strategy)
+  _check_size(where, "fn", count)
+  if not step.has_known_shapes:
+    raise ValueError(
+      "`args` must have known shapes, because a TPU program is compiled for"
+      f" one shape; got {step.shapes}. Pass for example tf.TensorSpec([8, 64])."
+    )
+  module = step.lower().portable()
+  executable, seconds = xla.compile_for_tpu(module, where)
+  [compiled] = executable.hlo_modules()
   memory = executable.get_compiled_memory_stats()
-  optimized = hlo.Module(module.as_serialized_hlo_module_proto())
+  optimized = hlo.Module(compiled.as_serialized_hlo_module_proto())
   collectives = optimized.collectives(len(where.devices))
   return Report(
     topology=where.name,
@@ -166,7 +165,7 @@ def compile_for(
     temp_bytes=int(memory.temp_size_in_bytes),
     flops=float((executable.cost_analysis() or {}).get("flops", 0.0)),
     compile_seconds=seconds,
-    hlo_text=module.to_string(),
+    hlo_text=compiled.to_string(),
   )
 
 
@@ -174,26 +173,31 @@ def _trace(
   fn: Callable[..., Any],
   args: Sequence[Any],
   strategy: strategy_lib.VirtualTPUStrategy,
-) -> program.Program:
-  """Returns the program that a step would run, without running it."""
+) -> tuple[lowering.Program, int]:
+  """Returns the program that a step would run, and its number of replicas."""
+  # Take the Python function of a tf.function: after an earlier trace, the
+  # tf.function would not call `run` again.
+  fn = getattr(fn, "python_function", fn)
   specs = [
     tf.TensorSpec(arg.shape, arg.dtype)
     if isinstance(arg, (tf.Tensor, np.ndarray))
     else arg
     for arg in args
   ]
-  # Take the Python function of a tf.function: after an earlier trace, the
-  # tf.function would not call `run` again.
-  fn = getattr(fn, "python_function", fn)
-  on_host = tf.function(lambda *tensors: fn(*tensors))
-  on_replicas = tf.function(lambda *tensors: strategy.run(fn, tensors))
+
+  # One replica's arguments have no first axis: pass them as values that all
+  # replicas have.
+  def on_replicas(*tensors: Any) -> Any:
+    return strategy.run(fn, tensors)
+
   # First assume that `fn` is a replica's function. If `fn` calls `run` itself,
   # tracing raises a NestedRunError.
-  try:
-    traced = on_replicas.get_concrete_function(*specs)
-  except strategy_lib.NestedRunError:
-    traced = on_host.get_concrete_function(*specs)
-  programs = program.programs_of(traced.graph)
+  with strategy_lib.recording() as programs:
+    try:
+      tf.function(on_replicas).get_concrete_function(*specs)
+    except vectorized.NestedRunError:
+      programs.clear()
+      tf.function(lambda *x: fn(*x)).get_concrete_function(*specs)
   if len(programs) != 1:
     raise ValueError(
       "`fn` must be one step: the function that strategy.run receives, or one"

@@ -1,4 +1,4 @@
-"""Reads an XLA module: its outputs, aliases and collectives.
+"""Reads an XLA module: its parameters, shapes and collectives.
 
 HLO is the language of XLA's modules. TensorFlow and the TPU compiler both
 return modules in it, serialized as protocol buffers.
@@ -14,7 +14,7 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
-from tf_cross_shard._src.virtual_tpu import replica_context
+from tf_cross_shard._src.vectorized import replica_context
 
 _COLLECTIVE: Final = re.compile(r"(ragged-)?all-|collective-|reduce-scatter")
 
@@ -53,24 +53,6 @@ class Module:
   def num_parameters(self) -> int:
     """The number of arrays that the module takes."""
     return len(self._proto.host_program_shape.parameters)
-
-  def output_shapes(self) -> list[tuple[int, ...]]:
-    """Returns the shape of each array that the module returns."""
-    result = self._proto.host_program_shape.result
-    # A single array is not in a tuple.
-    is_tuple = result.element_type == xla_data_pb2.PrimitiveType.TUPLE
-    results = result.tuple_shapes if is_tuple else [result]
-    return [tuple(shape.dimensions) for shape in results]
-
-  def outputs_to_parameters(self) -> dict[int, int]:
-    """Returns which outputs may reuse the memory of which parameters.
-
-    Keys are numbers of outputs, and values are numbers of parameters.
-    """
-    return {
-      next(iter(entry.output_shape_index), 0): entry.parameter_number
-      for entry in self._proto.input_output_alias.entries
-    }
 
   def portable(self) -> bytes:
     """Serializes the module in a form that all compilers accept.

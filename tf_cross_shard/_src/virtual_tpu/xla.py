@@ -1,4 +1,4 @@
-"""Runs XLA modules on this CPU through jaxlib, and compiles them for TPUs.
+"""Calls the TPU's own compiler, libtpu, through jax.
 
 This is the only file that uses jax, jaxlib and libtpu. Their interfaces for
 whole XLA modules are private, so only tested versions are accepted. The
@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, Final
 
@@ -38,13 +38,12 @@ _WITHOUT_TPU: Final = {
 _lock: Final = threading.Lock()
 
 
-def require(*distributions: str) -> None:
+def require() -> None:
   """Raises `ImportError` unless tested versions of libraries are installed."""
-  # One extra has all that the call needs, so that nobody installs twice.
-  extra = "tpu-compiler" if "libtpu" in distributions else "virtual-tpu"
-  remedy = f"In your clone of tf_cross_shard, run: pip install '.[{extra}]'."
-  for distribution in distributions:
-    tested = TESTED[distribution]
+  remedy = (
+    "In your clone of tf_cross_shard, run: pip install '.[tpu-compiler]'."
+  )
+  for distribution, tested in TESTED.items():
     try:
       version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -60,92 +59,6 @@ def require(*distributions: str) -> None:
         f"This was tested with {distribution}{tested} and uses its private"
         f" names; found {distribution} {version}. {remedy}"
       )
-
-
-# A jax.Array that consists of one array for each replica, in its memory.
-Buffers = Any
-# Runs a program once on all replicas: inputs to outputs.
-Executable = Callable[[Sequence[Buffers]], list[Buffers]]
-
-
-def to_numpy(buffers: Buffers, replica: int) -> np.ndarray:
-  """Returns a view of one replica's array, which the next step overwrites."""
-  return np.asarray(buffers._arrays[replica])
-
-
-class Client:
-  """Virtual devices, one for each replica, that share this machine's CPU.
-
-  The settings of jax do not change.
-  """
-
-  def __init__(self, num_replicas: int) -> None:
-    self.num_replicas = num_replicas
-    self._jax = importlib.import_module("jax")
-    self._xla = importlib.import_module("jax._src.lib").xla_client
-    self._core = importlib.import_module("jax._src.core")
-    self._array = importlib.import_module("jax._src.array")
-    self._client = self._xla.make_cpu_client(num_devices=num_replicas)
-    self._devices = tuple(self._client.devices())
-    # To jax, the replicas' arrays are copies of one array; it does not compare
-    # them. A NamedSharding would stay in jax's caches and keep the threads of
-    # the client alive.
-    shardings = importlib.import_module("jax._src.sharding_impls")
-    self._sharding = shardings.GSPMDSharding.get_replicated(self._devices)
-    self._shardings = tuple(
-      map(self._jax.sharding.SingleDeviceSharding, self._devices)
-    )
-
-  def put(self, arrays: Sequence[np.ndarray]) -> Buffers:
-    """Copies the i-th array to the i-th replica, for each replica."""
-    first = arrays[0]
-    with self._jax.enable_x64(True):
-      aval = self._core.ShapedArray(first.shape, first.dtype)
-      # Put the arrays one by one: jax would put the first array on every
-      # device, because it takes the others for copies. The public functions
-      # take eight times as long, and every argument of every step passes here.
-      parts = [
-        self._xla.batched_device_put(aval, sharding, [array], [device])
-        for array, sharding, device in zip(
-          arrays, self._shardings, self._devices, strict=True
-        )
-      ]
-      return self._array.ArrayImpl(
-        aval, self._sharding, parts, committed=True, _skip_checks=True
-      )
-
-  def compile(
-    self, module: bytes, outputs: Sequence[tuple[tuple[int, ...], Any]]
-  ) -> Executable:
-    """Compiles a module for all replicas, given each output's shape and dtype.
-
-    Returns a function that runs the module once on every replica, and waits
-    until all replicas have ended.
-    """
-    loaded = self._client.compile_and_load(
-      _to_stablehlo(self._xla, module),
-      self._xla.DeviceList(self._devices),
-      _options(self._xla, range(self.num_replicas)),
-    )
-    with self._jax.enable_x64(True):
-      handlers = [
-        self._xla.array_result_handler(
-          self._core.ShapedArray(shape, dtype),
-          self._sharding,
-          committed=True,
-          _skip_checks=True,
-        )
-        for shape, dtype in outputs
-      ]
-
-    def run(arguments: Sequence[Buffers]) -> list[Buffers]:
-      results = loaded.execute_sharded(arguments)
-      outputs: list[Buffers] = results.consume_with_handlers(handlers)
-      for output in outputs:
-        output.block_until_ready()
-      return outputs
-
-    return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +81,7 @@ class Topology:
 @functools.cache
 def topology(name: str) -> Topology:
   """Returns the TPU slice with this name, as libtpu describes it."""
-  require(*TESTED)
+  require()
   try:
     # Check the name first: libtpu divides by the numbers, and would take an
     # incomplete name for another slice.

@@ -1,8 +1,9 @@
 """Traces a replica's function: its context, and exchanges between replicas.
 
-While a function is traced for the virtual TPU, its replica context is a
-`TracedReplicaContext`. Its methods add operations of XLA to the graph, in which
-each replica finds its own number and exchanges data with others.
+While a replica's function is traced, its replica context is a
+`TracedReplicaContext`. Its methods add XLA's operations to the graph, in which
+each replica finds its own number and exchanges data with others. So the graph
+is the program of a TPU replica. `converters` vectorizes it for this device.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,14 @@ from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.core.framework import attr_value_pb2
 
 # The name scope of all-to-all exchanges. TensorFlow has no all-to-all operation
-# that it can lower for CPUs, so `hlo.Module.portable` looks for this name.
+# that it can lower for CPUs, so the graph contains a sum in this name scope,
+# which stands for the exchange.
 ALL_TO_ALL: Final = "CrossReplicaAllToAll"
+# The attribute of an identity operation whose input all replicas have.
+SAME: Final = "_same_on_all_replicas"
 _MARK: Final = "tf_cross_shard_replica_program"
 
 
@@ -27,8 +32,9 @@ def in_replica_program() -> bool:
 
   The replica context cannot tell: inside a merge call there is none.
   """
-  eager = tf.executing_eagerly()
-  graph = None if eager else tf.compat.v1.get_default_graph()
+  if tf.executing_eagerly():
+    return False
+  graph = tf.compat.v1.get_default_graph()
   while graph is not None and not hasattr(graph, _MARK):
     graph = getattr(graph, "outer_graph", None)
   return graph is not None
@@ -54,12 +60,22 @@ def all_to_all(
 ) -> tf.Tensor:
   """Sends the i-th slice along axis 0 to the i-th member of the group.
 
-  Axis 0 has the size of a group. The result has the shape of `tensor`. In the
-  graph, the exchange is a sum inside a name scope. `hlo.Module.portable` turns
-  this sum into an all-to-all.
+  The size of axis 0 is a multiple of the size of a group. The result has the
+  shape of `tensor`.
   """
   with tf.name_scope(ALL_TO_ALL):
     return cross_replica_sum(tensor, group_assignment)
+
+
+def same_on_all_replicas(tensor: tf.Tensor) -> tf.Tensor:
+  """Marks a value that all replicas compute alike, such as a count of calls.
+
+  A condition on this value takes one branch, with all replicas in it.
+  """
+  marked = tf.identity(tensor)
+  attribute = attr_value_pb2.AttrValue(b=True)
+  marked.op._set_attr(SAME, attribute)  # noqa: SLF001  # There is no public way.
+  return marked
 
 
 class TracedReplicaContext(tf.distribute.ReplicaContext):

@@ -1,24 +1,25 @@
-"""Distributes a dataset over the replicas of the virtual TPU.
+"""Distributes a dataset over replicas, as stacked tensors.
 
-    split:  one batch [B, ...]   --map-->           N parts [B / N, ...]
-    deal:   N elements           --window, map-->   N parts, one element each
+    split   one batch [B, ...]     ─ reshape ─▶  [N, B / N, ...]
+    deal    N elements [b, ...]    ─ batch ───▶  [N, b, ...]
+    share   one batch [B, ...]     ───────────▶  [B, ...], for every replica
 
-The N parts are one `PerReplica` value. tf.data can carry such values, so
-splitting is a stage of the dataset, and one iterator of tf.data returns what
-all replicas receive. TensorFlow's DistributedDataset would create one more
-iterator for each replica, and deleting those iterators has taken minutes.
+The result is one `ReplicaValues`, which tf.data can carry, so that one iterator
+of tf.data returns what all replicas receive, and nothing is split.
 """
 
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.util import structure
-from tensorflow.python.distribute import distribute_utils, input_lib
+from tensorflow.python.distribute import input_lib
 from tensorflow.python.util import nest
+
+from tf_cross_shard._src.vectorized import arguments
 
 
 class _Spec(tf.TypeSpec):
-  """The type of a `SplitDataset`, given the type of the dataset in it."""
+  """The type of a `StackedDataset`, given the type of the dataset in it."""
 
   __slots__ = ["_plain"]
 
@@ -27,7 +28,7 @@ class _Spec(tf.TypeSpec):
 
   @property
   def value_type(self) -> type:
-    return SplitDataset
+    return StackedDataset
 
   def _serialize(self) -> tuple[tf.TypeSpec]:
     return (self._plain,)
@@ -40,11 +41,11 @@ class _Spec(tf.TypeSpec):
     return (value.plain,)
 
   def _from_components(self, components: Any) -> Any:
-    return SplitDataset(*components)
+    return StackedDataset(*components)
 
 
-class SplitDataset(input_lib.DistributedDataset):
-  """A dataset whose elements are PerReplica values; see `split` and `deal`.
+class StackedDataset(input_lib.DistributedDataset):
+  """A dataset of `ReplicaValues`.
 
   It derives from TensorFlow's class because Keras looks for the name of that
   class. It inherits only `reduce`, which TensorFlow calls for a loop over the
@@ -61,7 +62,7 @@ class SplitDataset(input_lib.DistributedDataset):
 
   @property
   def element_spec(self) -> Any:
-    """The type of an element, with one value for each replica."""
+    """The type of an element."""
     return self.plain.element_spec
 
   @property
@@ -76,42 +77,53 @@ class SplitDataset(input_lib.DistributedDataset):
 
 
 def split(
-  dataset: tf.data.Dataset, num_replicas: int, options: Any = None
-) -> SplitDataset:
-  """Splits each global batch of dense tensors into one part for each replica.
+  dataset: tf.data.Dataset, count: int, options: Any = None
+) -> StackedDataset:
+  """Splits each global batch of dense tensors into a part for each replica.
 
-  Of B rows, each of the N replicas receives B // N rows in order, and the first
-  B % N replicas receive one more row each. Each batch is split separately, so
-  that a smaller last batch is also split as evenly as possible.
+  Replica i gets the i-th of N equal parts.
 
   Raises:
     ValueError: If a component of the dataset is not dense or has no rows.
     NotImplementedError: If `options` asks for one iterator per replica.
   """
-  _check(dataset, 1 if num_replicas > 1 else 0)
+  _check(dataset, least_rank=1)
 
-  def cut(tensor: Any) -> Any:
-    if tensor is None:
-      return (None,)
+  def stack(tensor: tf.Tensor) -> tf.Tensor:
     rows = tensor.shape[0]
-    rows = tf.shape(tensor)[0] if rows is None else rows
-    # Replica r receives (rows + N - 1 - r) // N rows.
-    offsets = range(num_replicas - 1, -1, -1)
-    return tf.split(tensor, [(rows + i) // num_replicas for i in offsets])
+    if rows is None:
+      rows = tf.shape(tensor)[0]
+      check = tf.debugging.assert_equal(
+        rows % count, 0, _UNEVEN.format(count=count)
+      )
+      with tf.control_dependencies([check]):
+        own = tf.shape(tensor, name="rows")[0] // count
+      static = None
+    elif rows % count:
+      raise ValueError(
+        f"{_UNEVEN.format(count=count)} It has {rows} examples."
+      )
+    else:
+      own = static = rows // count
+    shape = tf.concat([[count, own], tf.shape(tensor)[1:]], axis=0)
+    stacked = tf.reshape(tensor, shape)
+    stacked.set_shape([count, static, *tensor.shape[1:]])
+    return stacked
 
-  @tf.autograph.experimental.do_not_convert
-  def parts(*element: Any) -> Any:
-    # tf.data passes a tuple as several arguments: restore its structure.
-    leaves = [_per_replica(*cut(leaf)) for leaf in tf.nest.flatten(element)]
-    return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
+  return _mapped(dataset, stack, count, True, options)
 
-  plain = dataset if num_replicas == 1 else dataset.map(parts)
-  return SplitDataset(plain.prefetch(_buffer_size(options)))
+
+_UNEVEN = (
+  "All replicas run one program, so the number of examples in a batch must be a"
+  " multiple of the {count} replicas. Batch with drop_remainder=True and such a"
+  " size, or give each replica the whole batch with"
+  " VectorizedStrategy(..., split_batches=False)."
+)
 
 
 def deal(
-  dataset: tf.data.Dataset, num_replicas: int, options: Any = None
-) -> SplitDataset:
+  dataset: tf.data.Dataset, count: int, options: Any = None
+) -> StackedDataset:
   """Distributes elements: each replica gets one element in every step.
 
   The dataset is already batched for one replica. If the last elements do not
@@ -121,29 +133,39 @@ def deal(
     ValueError: If a component of the dataset is not dense.
     NotImplementedError: If `options` asks for one iterator per replica.
   """
-  _check(dataset, 0)
+  _check(dataset, least_rank=0)
+  batched = dataset.batch(count, drop_remainder=True)
+  return _mapped(batched, lambda tensor: tensor, count, True, options)
+
+
+def share(
+  dataset: tf.data.Dataset, count: int, options: Any = None
+) -> StackedDataset:
+  """Gives every replica all elements, without copying them."""
+  return _mapped(dataset, lambda tensor: tensor, count, False, options)
+
+
+def _mapped(
+  dataset: tf.data.Dataset,
+  change: Any,
+  count: int,
+  is_stacked: bool,
+  options: Any,
+) -> StackedDataset:
+  spec = dataset.element_spec
 
   @tf.autograph.experimental.do_not_convert
-  def parts(*windows: Any) -> Any:
-    # Take the elements one by one: `batch` would require equal shapes.
-    window = tf.data.Dataset.zip(tuple(tf.nest.flatten(windows)))
-    elements = [
-      window.skip(i).take(1).get_single_element() for i in range(num_replicas)
+  def convert(*element: Any) -> Any:
+    # tf.data passes a tuple as several arguments: restore its structure.
+    leaves = [
+      None
+      if leaf is None
+      else arguments.ReplicaValues(change(leaf), count, is_stacked)
+      for leaf in tf.nest.flatten(element)
     ]
-    leaves = list(map(_per_replica, *elements))
-    return tf.nest.pack_sequence_as(dataset.element_spec, leaves)
+    return tf.nest.pack_sequence_as(spec, leaves)
 
-  plain = dataset
-  if num_replicas > 1:
-    plain = dataset.window(num_replicas, drop_remainder=True).map(parts)
-  return SplitDataset(plain.prefetch(_buffer_size(options)))
-
-
-def _per_replica(*parts: Any) -> Any:
-  """Joins the replicas' parts to one PerReplica value, or None."""
-  if parts[0] is None:
-    return None
-  return distribute_utils.regroup(parts, always_wrap=True)
+  return StackedDataset(dataset.map(convert).prefetch(_buffer_size(options)))
 
 
 def _check(dataset: Any, least_rank: int) -> None:
@@ -154,8 +176,8 @@ def _check(dataset: Any, least_rank: int) -> None:
       continue
     if not isinstance(spec, tf.TensorSpec):
       raise ValueError(
-        f"{where} is a {type(spec).__name__}; a TPU takes dense tensors only."
-        " Convert it in dataset.map with tf.sparse.to_dense or"
+        f"{where} is a {type(spec).__name__}; replicas of one program take dense"
+        " tensors only. Convert it in dataset.map with tf.sparse.to_dense or"
         " tf.RaggedTensor.to_tensor."
       )
     if spec.shape.rank is not None and spec.shape.rank < least_rank:

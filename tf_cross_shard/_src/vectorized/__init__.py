@@ -1,0 +1,1 @@
+"""Runs all replicas of a strategy as one vectorized program on one device."""

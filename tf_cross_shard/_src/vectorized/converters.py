@@ -1,0 +1,363 @@
+"""Converters of variables, and of exchanges between replicas.
+
+A converter receives an operation of one replica's program, with its inputs
+already converted, and adds operations that do the same for all replicas:
+
+    read              the stack is the value, with its first axis
+    assign, add, ...  the same operation on the stack
+    all-reduce        a sum over the rows of a group
+
+Inside a conditional, only some replicas take part: see `_Rewriter.mask`, and
+pfor's `all_indices`, which holds the numbers of the rows that are there.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.vectorized import replica_context, vectorizer
+from tf_cross_shard._src.vectorized.vectorizer import Call, converts, wrap
+
+_raw: Final = tf.raw_ops
+
+
+def rows(call: Call, i: int) -> tf.Tensor:
+  """Returns input i with a row for each replica that takes part."""
+  return vectorizer.with_rows(call, call.input(i))
+
+
+def _is_part(call: Call) -> bool:
+  """Returns whether only some of the replicas have a row here."""
+  part: bool = call.pfor.all_indices_partitioned
+  return part
+
+
+def _mask(call: Call) -> Any:
+  return getattr(call.pfor, "mask", None)
+
+
+# Variables.
+
+
+@converts("ReadVariableOp")
+def _read(call: Call) -> Any:
+  dtype = call.op.get_attr("dtype")
+  value = _raw.ReadVariableOp(resource=call.input(0)[0], dtype=dtype)
+  if not vectorizer.has_stack(call, 0):
+    return [wrap(value, False)]  # A variable from outside the scope.
+  shape = call.op.outputs[0].shape
+  if _is_part(call):
+    value = tf.gather(value, call.pfor.all_indices)
+  else:
+    rows_here = vectorizer.num_rows(call.pfor)
+    known = rows_here if isinstance(rows_here, int) else None
+    value.set_shape(tf.TensorShape([known]).concatenate(shape))
+  return [wrap(value, True)]
+
+
+@converts("VariableShape")
+def _shape(call: Call) -> Any:
+  out_type = call.op.get_attr("out_type")
+  shape = _raw.VariableShape(input=call.input(0)[0], out_type=out_type)
+  return [wrap(shape[1:] if vectorizer.has_stack(call, 0) else shape, False)]
+
+
+@converts("VarIsInitializedOp")
+def _is_initialized(call: Call) -> Any:
+  return [wrap(_raw.VarIsInitializedOp(resource=call.input(0)[0]), False)]
+
+
+def values_of(call: Call, i: int = 0) -> tf.Tensor:
+  """Returns the variable of handle i, with a row for each replica here."""
+  dtype = call.op.get_attr("dtype" if "dtype" in call.op.node_def.attr else "T")
+  value = _raw.ReadVariableOp(resource=call.input(i)[0], dtype=dtype)
+  return tf.gather(value, call.pfor.all_indices) if _is_part(call) else value
+
+
+@converts("ResourceGather")
+def _gather(call: Call) -> Any:
+  if not vectorizer.has_stack(call, 0):
+    dtype = call.op.get_attr("dtype")
+    table = _raw.ReadVariableOp(resource=call.input(0)[0], dtype=dtype)
+    return [wrap(tf.gather(table, call.input(1)[0]), call.input(1).is_stacked)]
+  indices, is_stacked, _ = call.input(1)
+  if is_stacked:
+    return [wrap(tf.gather(values_of(call), indices, batch_dims=1), True)]
+  return [wrap(tf.gather(values_of(call), indices, axis=1), True)]
+
+
+@converts("ResourceGatherNd")
+def _gather_nd(call: Call) -> Any:
+  if not vectorizer.has_stack(call, 0):
+    raise vectorizer.cannot_vectorize(call.op_type)
+  return [wrap(tf.gather_nd(values_of(call), rows(call, 1), batch_dims=1), True)]
+
+
+# For each kind of assignment: the operation on all rows of the stack, the
+# operation on some rows, and what a replica that is not in the branch adds.
+_ASSIGN: Final = {
+  "": (_raw.AssignVariableOp, _raw.ResourceScatterUpdate, None),
+  "Add": (_raw.AssignAddVariableOp, _raw.ResourceScatterAdd, tf.zeros_like),
+  "Sub": (_raw.AssignSubVariableOp, _raw.ResourceScatterSub, tf.zeros_like),
+}
+
+
+def assign_rows(
+  call: Call, handle: tf.Tensor, values: tf.Tensor, kind: str = ""
+) -> tf.Operation:
+  """Assigns, adds or subtracts a value for each replica that takes part."""
+  whole, part, outside = _ASSIGN[kind]
+  if _is_part(call):
+    indices = call.pfor.all_indices
+    return part(resource=handle, indices=indices, updates=values)
+  if _mask(call) is not None:
+    other = outside(values) if outside else _values_of(handle, values)
+    values = vectorizer.select(_mask(call), values, other)
+  return whole(resource=handle, value=values)
+
+
+def _assigning(kind: str) -> Any:
+  """Returns a converter of an assignment."""
+  whole = _ASSIGN[kind][0]
+
+  def convert(call: Call) -> Any:
+    if not vectorizer.has_stack(call, 0):
+      return _assign_outside(call, whole)
+    return assign_rows(call, call.input(0)[0], rows(call, 1), kind)
+
+  return convert
+
+
+def _values_of(handle: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+  return _raw.ReadVariableOp(resource=handle, dtype=like.dtype)
+
+
+def _assign_outside(call: Call, operation: Any) -> Any:
+  """Assigns to a variable that was created outside the scope, once."""
+  value, is_stacked, _ = call.input(1)
+  if operation is _raw.AssignVariableOp:
+    if is_stacked:
+      raise ValueError(
+        "Replicas assign different values to a variable that was created"
+        " outside of the strategy's scope, so there is one value for all"
+        " replicas. Create the variable inside `with strategy.scope():`."
+      )
+  elif is_stacked:  # Every replica adds its own value.
+    value = tf.reduce_sum(value, axis=0)
+  else:
+    value *= tf.cast(vectorizer.num_rows(call.pfor), value.dtype)
+  return operation(resource=call.input(0)[0], value=value)
+
+
+for _kind in _ASSIGN:
+  converts(f"Assign{_kind}VariableOp")(_assigning(_kind))
+
+
+def _scattering(operation: Any, adds: bool) -> Any:
+  """Returns a converter of a scatter operation on rows of the variable.
+
+  `operation` takes pairs: the replica's number, and the row.
+  """
+
+  def convert(call: Call) -> Any:
+    if not vectorizer.has_stack(call, 0):
+      raise vectorizer.cannot_vectorize(call.op_type)
+    handle, indices = call.input(0)[0], rows(call, 1)
+    if not call.op_type.startswith("ResourceScatterNd"):
+      indices = indices[..., tf.newaxis]
+    numbers = tf.reshape(
+      tf.cast(call.pfor.all_indices, indices.dtype),
+      [-1, *[1] * (indices.shape.rank - 1)],
+    )
+    numbers = tf.broadcast_to(numbers, tf.shape(indices[..., :1]))
+    places = tf.concat([numbers, indices], axis=-1)
+    updates = rows(call, 2)
+    if updates.shape.rank == 1:  # One number for all rows.
+      updates = tf.reshape(updates, [-1, *[1] * (indices.shape.rank - 2)])
+      updates = tf.broadcast_to(updates, tf.shape(indices)[:-1])
+    if _mask(call) is not None:
+      present = tf.gather_nd(_values_of(handle, updates), places)
+      other = tf.zeros_like(updates) if adds else present
+      updates = vectorizer.select(_mask(call), updates, other)
+    return operation(ref=handle, indices=places, updates=updates)
+
+  return convert
+
+
+for _name in ("Update", "Add", "Sub", "Min", "Max"):
+  converts(f"ResourceScatter{_name}", f"ResourceScatterNd{_name}")(
+    _scattering(
+      getattr(_raw, f"ResourceScatterNd{_name}"), _name in ("Add", "Sub")
+    )
+  )
+
+
+@converts("ResourceStridedSliceAssign")
+def _slice_assign(call: Call) -> Any:
+  masks = {
+    name: call.op.get_attr(name)
+    for name in (
+      *("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask"),
+      "shrink_axis_mask",
+    )
+  }
+  if not vectorizer.has_stack(call, 0) or _is_part(call):
+    raise vectorizer.cannot_vectorize(call.op_type)
+  # A new first axis, which is taken whole.
+  begin, end, strides = (
+    tf.concat([[one], call.unstacked_input(i)], axis=0)
+    for i, one in ((1, 0), (2, 0), (3, 1))
+  )
+  masks = {name: value << 1 for name, value in masks.items()}
+  masks["begin_mask"] |= 1
+  masks["end_mask"] |= 1
+  values = values_of(call)
+  changed = _raw.TensorStridedSliceUpdate(
+    input=values,
+    begin=begin,
+    end=end,
+    strides=strides,
+    value=rows(call, 4),
+    **masks,
+  )
+  if _mask(call) is not None:
+    changed = vectorizer.select(_mask(call), changed, values)
+  return _raw.AssignVariableOp(resource=call.input(0)[0], value=changed)
+
+
+# Exchanges between replicas.
+
+
+class _Groups:
+  """The groups of an exchange.
+
+  Attributes:
+    assignment: `[groups, size]`: the members of each group.
+    group_of: `[N]`: the group of each replica.
+    position: `[N]`: the place of each replica in its group.
+  """
+
+  def __init__(self, call: Call) -> None:
+    if _is_part(call):
+      raise NotImplementedError(
+        "Replicas exchange values inside a conditional that only some of them"
+        " enter. Move the exchange out of it."
+      )
+    self.assignment = np.asarray(tf.get_static_value(call.op.inputs[1]))
+    self.size = self.assignment.shape[1]
+    self.group_of = np.zeros(self.assignment.size, np.int32)
+    self.position = np.zeros(self.assignment.size, np.int32)
+    for group, members in enumerate(self.assignment):
+      self.group_of[members] = group
+      self.position[members] = np.arange(self.size)
+
+  def sums(self, rows: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of each group's rows, `[groups, ...]`."""
+    dtype = rows.dtype
+    # As the other engines do: add half precision in float32.
+    if dtype in (tf.bfloat16, tf.float16):
+      rows = tf.cast(rows, tf.float32)
+    members = [
+      tf.gather(rows, self.assignment[:, i]) for i in range(self.size)
+    ]
+    return tf.cast(tf.add_n(members), dtype)
+
+
+@converts("XlaReplicaId")
+def _replica_id(call: Call) -> Any:
+  return [wrap(tf.cast(call.pfor.all_indices, call.op.outputs[0].dtype), True)]
+
+
+@converts("XlaAllReduce")
+def _all_reduce(call: Call) -> Any:
+  if replica_context.ALL_TO_ALL in call.op.name:
+    return _all_to_all(call)
+  groups, (rows, is_stacked, _) = _Groups(call), call.input(0)
+  if not is_stacked:
+    return [wrap(rows * tf.cast(groups.size, rows.dtype), False)]
+  if groups.size == 1:
+    return [wrap(rows, True)]
+  sums = groups.sums(rows)
+  if len(groups.assignment) == 1:
+    return [wrap(sums[0], False)]
+  return [wrap(tf.gather(sums, groups.group_of), True)]
+
+
+@converts("XlaReduceScatter")
+def _reduce_scatter(call: Call) -> Any:
+  groups, own = _Groups(call), rows(call, 0)
+  parts = tf.reshape(
+    groups.sums(own), [len(groups.assignment), groups.size, -1]
+  )
+  places = np.stack([groups.group_of, groups.position], 1)
+  return [wrap(tf.gather_nd(parts, places), True)]
+
+
+def _all_to_all(call: Call) -> Any:
+  groups, own = _Groups(call), rows(call, 0)
+  shape = tf.shape(own)
+  # slices[r, i] is what replica r sends to member i of its group.
+  slices = tf.reshape(
+    own, tf.concat([[groups.assignment.size, groups.size, -1], shape[2:]], 0)
+  )
+  senders = groups.assignment[groups.group_of]  # [N, size]
+  receiver = np.broadcast_to(groups.position[:, np.newaxis], senders.shape)
+  received = tf.gather_nd(slices, np.stack([senders, receiver], -1))
+  return [wrap(tf.reshape(received, shape), True)]
+
+
+@converts("Identity")
+def _identity(call: Call) -> Any:
+  tensor, is_stacked, _ = call.input(0)
+  if is_stacked and replica_context.SAME in call.op.node_def.attr:
+    return [wrap(tensor[0], False)]
+  return [wrap(tf.identity(tensor), is_stacked)]
+
+
+# Lists of tensors. pfor loses the shape of elements that is not known when the
+# graph is built, and then fails.
+
+
+@converts("TensorListFromTensor")
+def _list_from_tensor(call: Call) -> Any:
+  tensor, is_stacked, _ = call.input(0)
+  if is_stacked:  # [N, length, ...]: each element of the list has N rows.
+    others = range(2, tensor.shape.rank)
+    tensor = tf.transpose(tensor, [1, 0, *others])
+  made = _raw.TensorListFromTensor(
+    tensor=tensor, element_shape=tf.shape(tensor)[1:]
+  )
+  return [wrap(made, is_stacked)]
+
+
+@converts("TensorListElementShape")
+def _element_shape(call: Call) -> Any:
+  handle, is_stacked, _ = call.input(0)
+  dtype = call.get_attr("shape_type")
+  shape = _raw.TensorListElementShape(input_handle=handle, shape_type=dtype)
+  if not is_stacked:
+    return [wrap(shape, False)]
+  rank = call.op.outputs[0].shape.num_elements() or 0
+  # A scalar means that nothing is known.
+  unknown = -tf.ones([rank], dtype)
+  known = tf.reshape(shape, [-1])[1:]
+  return [wrap(tf.cond(tf.rank(shape) > 0, lambda: known, lambda: unknown), False)]
+
+
+# Operations that pfor does not know.
+
+
+@converts("Bitcast")
+def _bitcast(call: Call) -> Any:
+  tensor, is_stacked, _ = call.input(0)
+  return [wrap(tf.bitcast(tensor, call.op.outputs[0].dtype), is_stacked)]
+
+
+@converts("L2Loss")
+def _l2_loss(call: Call) -> Any:
+  tensor, is_stacked, _ = call.input(0)
+  if not is_stacked:
+    return [wrap(tf.nn.l2_loss(tensor), False)]
+  axes = list(range(1, tensor.shape.rank))
+  return [wrap(tf.reduce_sum(tensor * tensor, axes) / 2, True)]

@@ -1,0 +1,459 @@
+"""A `tf.distribute.Strategy` whose replicas are one vectorized program.
+
+    strategy.run(fn) ─ trace ─▶ graph of one replica ─ vectorize ─▶ all replicas
+
+`run` traces the replica's function as an ordinary `tf.function` and rewrites
+the graph, so that every tensor that differs between replicas has a first axis
+of N rows. In the device's eyes there is one program with larger tensors.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import (
+  device_util,
+  distribute_lib,
+  distribute_utils,
+)
+
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.vectorized import (
+  arguments,
+  converters,
+  datasets,
+  kernels,
+  replica_context,
+  variable,
+  vectorizer,
+)
+
+
+class NestedRunError(RuntimeError):
+  """`strategy.run` was called inside a function that it is running."""
+
+  ag_pass_through = True  # AutoGraph would replace the class of this error.
+
+
+class VectorizedStrategy(tf.distribute.Strategy):
+  """Trains replicas on one device, as one vectorized program.
+
+  Use it to train several models in one `fit` on one CPU or GPU. Each replica
+  has its own copy of every variable. The copies are stored as one tensor with a
+  first axis, and so are the replicas' batches: 16 small networks need 16 times
+  the arithmetic of one network, but not 16 times the operations.
+
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import VectorizedStrategy
+  >>> strategy = VectorizedStrategy(3)
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(1.0)
+  >>> def step(x):
+  ...   return weight.assign_add(x)
+  >>> values = strategy.experimental_distribute_values_from_function(
+  ...   lambda context: tf.constant(float(context.replica_id_in_sync_group))
+  ... )
+  >>> result = strategy.run(step, args=(values,))
+  >>> [float(x) for x in strategy.experimental_local_results(weight)]
+  [1.0, 2.0, 3.0]
+
+  If you read a variable outside of `run`, you get replica 0's copy, or the sum
+  or mean of all copies if the variable is aggregated on reading. If you assign
+  to a variable outside of `run`, all copies are set.
+  `experimental_local_results(variable)` returns every replica's copy.
+
+  Operations that TensorFlow cannot vectorize run once for each replica, with
+  the same numbers; a line in the log, at level INFO, names them.
+  """
+
+  def __init__(self, num_replicas: int, *, split_batches: bool = True) -> None:
+    """Creates the strategy.
+
+    Args:
+      num_replicas: The number of replicas.
+      split_batches: Whether the replicas share each batch of a dataset, as in
+        other strategies. If False, every replica receives the whole batch, and
+        N models train as in N separate calls of `fit` with the same batches.
+
+    Raises:
+      ValueError: If `num_replicas` is not a positive integer.
+      NotImplementedError: If this version of TensorFlow cannot vectorize.
+    """
+    num_replicas = validation.check_integer(
+      "num_replicas", num_replicas, "Pass, for example, 8."
+    )
+    vectorizer.check_version(kernels, converters)
+    super().__init__(self._extended_class(self, num_replicas, split_batches))
+
+  @property
+  def _extended_class(self) -> "type[VectorizedExtended]":
+    return VectorizedExtended
+
+  def run(
+    self,
+    fn: Callable[..., Any],
+    args: Any = (),
+    kwargs: dict[str, Any] | None = None,
+    options: Any = None,
+  ) -> Any:
+    """Runs `fn` on every replica.
+
+    Args:
+      fn: The function of one replica.
+      args: Positional arguments. A `PerReplica` value gives each replica its
+        own part; every other value goes to all replicas.
+      kwargs: Keyword arguments, treated like `args`.
+      options: `tf.distribute.RunOptions`, or None.
+
+    Returns:
+      The structure that `fn` returns, with one value for each replica.
+
+    Raises:
+      NestedRunError: If called by a function that `run` is running.
+      NotImplementedError: If an operation of `fn` cannot be vectorized.
+    """
+    if replica_context.in_replica_program():
+      raise NestedRunError(
+        "strategy.run was called inside a function that strategy.run is"
+        " running. Call it outside."
+      )
+    if tf.executing_eagerly():
+      return self.extended.function_of(fn, options)(tuple(args), kwargs or {})
+    return super().run(fn, args, kwargs, options)
+
+  @tf.autograph.experimental.do_not_convert
+  def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
+    """Combines the replicas' values.
+
+    The base class would run a second program to reduce over `axis`.
+
+    Args:
+      reduce_op: `"MEAN"` or `"SUM"`, or a `tf.distribute.ReduceOp`.
+      value: A result of `run`, or a structure of such results.
+      axis: The dimension to reduce in addition to the replicas, or None.
+
+    Returns:
+      The sum or mean, in the structure of `value`.
+
+    Raises:
+      RuntimeError: If called in a function that `run` is running.
+    """
+    operation = tf.distribute.ReduceOp(
+      reduce_op.upper() if isinstance(reduce_op, str) else reduce_op
+    )
+    # No public function raises this error, which names the right method.
+    distribute_lib._require_cross_replica_or_default_context_extended(  # noqa: SLF001
+      self.extended
+    )
+    return tf.nest.map_structure(
+      lambda x: self.extended.combine(operation, x, axis), value
+    )
+
+
+class VectorizedExtended(distribute_lib.StrategyExtendedV1):
+  """The methods that TensorFlow and Keras call on a strategy."""
+
+  should_checkpoint = True
+  should_save_summary = True
+  _global_batch_size = True
+  # Whether replicas' programs are traced for XLA.
+  _for_xla: bool | None = None
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    num_replicas: int,
+    split_batches: bool,
+  ) -> None:
+    super().__init__(strategy)
+    self._count = num_replicas
+    self._split_batches = split_batches
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    self._device = device_util.canonicalize(f"/device:{kind}:0")
+    # Maps the id of a variable's handle in replicas' programs to the variable.
+    self._variables: weakref.WeakValueDictionary[int, Any] = (
+      weakref.WeakValueDictionary()
+    )
+    # Functions that were called eagerly, by what owns them.
+    self._functions: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
+      weakref.WeakKeyDictionary()
+    )
+    self._tracing = threading.RLock()
+
+  @property
+  def _num_replicas_in_sync(self) -> int:
+    return self._count
+
+  @property
+  def worker_devices(self) -> tuple[str, ...]:
+    """The device, once for each replica."""
+    return (self._device,) * self._count
+
+  def non_slot_devices(self, var_list: Any) -> str:
+    """Returns the device for variables that are not slots."""
+    return self._device
+
+  def _in_multi_worker_mode(self) -> bool:
+    return False
+
+  def _get_local_replica_id(self, replica_id: Any) -> Any:
+    return replica_id
+
+  def _use_merge_call(self) -> bool:
+    return False
+
+  # Input.
+
+  def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    distribute = datasets.split if self._split_batches else datasets.share
+    return distribute(dataset, self._count, options)
+
+  def _distribute_datasets_from_function(
+    self, dataset_fn: Callable[..., Any], options: Any
+  ) -> Any:
+    replicas = self._count if self._split_batches else 1
+    dataset = dataset_fn(
+      tf.distribute.InputContext(num_replicas_in_sync=replicas)
+    )
+    distribute = datasets.deal if self._split_batches else datasets.share
+    return distribute(dataset, self._count, options)
+
+  def _experimental_distribute_values_from_function(
+    self, value_fn: Callable[..., Any]
+  ) -> Any:
+    contexts = [
+      distribute_lib.ValueContext(i, self._count) for i in range(self._count)
+    ]
+    return distribute_utils.regroup(
+      tuple(map(value_fn, contexts)), always_wrap=True
+    )
+
+  # Replicas.
+
+  def function_of(self, fn: Callable[..., Any], options: Any) -> Any:
+    """Returns a tf.function that runs `fn` on every replica.
+
+    Functions are compared by identity. They are kept as long as `fn` lives.
+    """
+    # Python creates a new bound method at each lookup: its object owns it.
+    method = getattr(fn, "__func__", None)
+    owner: Any = fn if method is None else fn.__self__
+    try:
+      known = self._functions.setdefault(owner, {})
+      kept: Any = weakref.ref(fn) if method is None else weakref.WeakMethod(fn)
+    except TypeError:  # It has no weak references.
+      known, kept = {}, lambda: fn
+    if method not in known:
+      strategy = self._container_strategy()
+      run = super(VectorizedStrategy, strategy).run
+
+      def run_all(args: Any, kwargs: Any) -> Any:
+        return run(kept(), args, kwargs, options)
+
+      known[method] = tf.function(run_all)
+    return known[method]
+
+  # The base class's `run` has converted `fn`, and nothing here needs AutoGraph.
+  @tf.autograph.experimental.do_not_convert
+  def _call_for_each_replica(
+    self, fn: Callable[..., Any], args: Any, kwargs: Any
+  ) -> Any:
+    with self._tracing:
+      given = arguments.Arguments(args, kwargs, self._count)
+      structure, function = self.trace(fn, given)
+      return self._results(function, structure, given)
+
+  def _results(
+    self, function: Any, structure: Any, given: arguments.Arguments
+  ) -> Any:
+    """Runs a replica's program on all replicas; returns their results."""
+    variables = self.variables_of(function)
+    outputs = vectorizer.vectorize(
+      function,
+      self._count,
+      given.stacks,
+      {key: variable.stack_handle for key, variable in variables.items()},
+    )
+    return arguments.pack_results(
+      structure,
+      [arguments.ReplicaValues(x.t, self._count, x.is_stacked) for x in outputs],
+    )
+
+  def variables_of(self, function: Any) -> dict[int, Any]:
+    """Returns the captured variables of this strategy, by id of the handle."""
+    captured = map(id, function.captured_inputs)
+    return {
+      key: self._variables[key] for key in captured if key in self._variables
+    }
+
+  def trace(
+    self, fn: Callable[..., Any], given: arguments.Arguments
+  ) -> tuple[Any, Any]:
+    """Returns the structure of a function's results, and its graph."""
+    strategy = self._container_strategy()
+    structure: list[Any] = []
+
+    def replica_fn(*tensors: tf.Tensor) -> Any:
+      replica_context.mark_replica_program()
+      args, kwargs = given.bind(tensors)
+      with (
+        strategy.scope(),
+        replica_context.TracedReplicaContext(strategy, 0),
+      ):
+        results = arguments.as_results(fn(*args, **kwargs))
+      structure[:] = [results]
+      leaves = tf.nest.flatten(results, expand_composites=True)
+      return [leaf for leaf in leaves if leaf is not None]
+
+    def build() -> Any:
+      function = tf.function(
+        replica_fn, autograph=False, jit_compile=self._for_xla
+      )
+      return function.get_concrete_function(*given.specs)
+
+    before = set(self._variables)
+    function = build()
+    if not before.issuperset(self._variables):
+      # The first trace created variables, such as slots, and Python code may
+      # have branched on their absence. Trace again, as tf.function does.
+      function = build()
+    return structure[0], function
+
+  # The core's collectives look for these methods: a strategy that has them runs
+  # its replicas as one program.
+  cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
+  all_to_all = staticmethod(replica_context.all_to_all)
+  same_on_all_replicas = staticmethod(replica_context.same_on_all_replicas)
+
+  def _replica_ctx_all_reduce(
+    self, reduce_op: Any, value: Any, options: Any = None
+  ) -> Any:
+    def reduce(tensor: Any) -> tf.Tensor:
+      total = replica_context.cross_replica_sum(
+        tf.convert_to_tensor(tensor), [list(range(self._count))]
+      )
+      is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
+      return total / self._count if is_mean else total
+
+    return [reduce(tensor) for tensor in tf.nest.flatten(value)]
+
+  # Variables.
+
+  def _create_variable(
+    self, next_creator: Callable[..., Any], **kwargs: Any
+  ) -> Any:
+    # tf.compat.v1.Variable adds "expected_shape".
+    ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
+    for name in ignored:
+      kwargs.pop(name, None)
+    with tf.init_scope(), tf.device(self._device):
+      created = variable.StackedVariable(count=self._count, **kwargs)
+    self._variables[id(created.replica_handle)] = created
+    return created
+
+  def _update(
+    self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+  ) -> Any:
+    """Calls `fn` on a variable.
+
+    On the host, `fn` is called for each copy if its arguments differ between
+    replicas, and once for the whole variable otherwise.
+    """
+    if not replica_context.in_replica_program():
+      given = tf.nest.flatten((args, kwargs or {}))
+      if any(_differs(leaf) for leaf in given):
+        results = []
+        for i, copy in enumerate(self._local_results(var)):
+          own = [
+            self._local_results(x)[i] if _differs(x) else x for x in given
+          ]
+          own_args, own_kwargs = tf.nest.pack_sequence_as(
+            (args, kwargs or {}), own
+          )
+          results.append(fn(copy, *own_args, **own_kwargs))
+        return tuple(results)
+    return _call(fn, (var, *args), kwargs, group)
+
+  _replica_ctx_update = _update
+
+  def _update_non_slot(
+    self,
+    colocate_with: Any,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    group: bool,
+  ) -> Any:
+    return _call(fn, args, kwargs, group)
+
+  def value_container(self, value: Any) -> Any:
+    """Returns the variable itself: there is one object for all replicas."""
+    return value
+
+  # Values of replicas.
+
+  def _local_results(self, value: Any) -> tuple[Any, ...]:
+    if not replica_context.in_replica_program():
+      native = _stacked_variable(value)
+      if native is not None:
+        return native.values
+    return super()._local_results(value)
+
+  def combine(
+    self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None
+  ) -> tf.Tensor:
+    """Returns the sum or mean of the replicas' values.
+
+    If `axis` is given, that dimension is reduced as well. Replicas may have
+    different numbers of elements along it; the mean weighs all elements alike:
+
+        mean = sum of elements / number of elements that were added up
+    """
+    if replica_context.in_replica_program():  # In a merge call.
+      return self._replica_ctx_all_reduce(operation, [value])[0]
+    # A value that is not per replica counts once for each replica.
+    parts = self._local_results(value)
+    parts = parts * (self._count // len(parts))
+    tensors = [tf.convert_to_tensor(part) for part in parts]
+    size = tf.add_n(list(map(tf.size, tensors)))
+    if axis is not None:
+      tensors = [tf.reduce_sum(x, axis) for x in tensors]
+    total = tf.add_n(tensors)
+    if operation == tf.distribute.ReduceOp.SUM:
+      return total
+    # How many elements are added up in each element of `total`.
+    count = size // tf.maximum(tf.size(total), 1)
+    return total / tf.cast(count, total.dtype)
+
+  def _reduce_to(
+    self, reduce_op: Any, value: Any, destinations: Any, options: Any
+  ) -> tf.Tensor:
+    return self.combine(reduce_op, value)
+
+  def _gather_to_implementation(
+    self, value: Any, destinations: Any, axis: int, options: Any
+  ) -> tf.Tensor:
+    return tf.concat(self._local_results(value), axis)
+
+
+def _stacked_variable(value: Any) -> variable.StackedVariable | None:
+  """Returns the variable that a Keras variable or another object wraps."""
+  # An AutoCastVariable of tf_keras wraps the variable.
+  native = variables_lib.native(getattr(value, "_variable", value))
+  return native if isinstance(native, variable.StackedVariable) else None
+
+
+def _differs(value: Any) -> bool:
+  """Returns whether a value differs between replicas."""
+  return isinstance(value, tf.distribute.DistributedValues) or (
+    _stacked_variable(value) is not None
+  )
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+  """Calls an update function; ungrouped results become tuples."""
+  result = fn(*args, **(kwargs or {}))
+  return result if group else tf.nest.map_structure(lambda x: (x,), result)

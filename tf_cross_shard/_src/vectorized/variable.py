@@ -1,0 +1,318 @@
+"""A variable whose replicas' copies are the rows of one stack.
+
+    memory    stack [N, ...], created when a program or the host first needs
+              it. Until then, one initial value for all replicas
+    replicas  see a variable of shape [...]: their program is traced with a
+              handle that has this shape and, once there is a stack, no value.
+              `vectorizer` puts the stack in its place
+    host      reads row 0, or the sum or mean of the rows if the variable is
+              aggregated on reading, as metrics are; an assignment sets all rows
+"""
+
+import functools
+import re
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops import resource_variable_ops
+
+from tf_cross_shard._src.vectorized import replica_context
+
+_Aggregation: Final = tf.VariableAggregation
+_in_replica: Final = replica_context.in_replica_program
+
+
+class StackedVariable(resource_variable_ops.ResourceVariable):
+  """A variable of `VectorizedStrategy`."""
+
+  def __init__(self, *, count: int, **kwargs: Any) -> None:
+    self._count = count
+    self._stack: Any = None
+    super().__init__(**kwargs)
+    if self._shape.rank is None:
+      raise ValueError(
+        "`shape` must have a known rank under VectorizedStrategy; got"
+        f" {self._shape}. Use for example [None]."
+      )
+    if self.aggregation == _Aggregation.MEAN and not self.dtype.is_floating:
+      raise ValueError(
+        "`aggregation` must not be MEAN for a variable whose dtype is not"
+        f" floating; got {self.dtype.name}. Choose SUM or ONLY_FIRST_REPLICA."
+      )
+    on_read = self.synchronization == tf.VariableSynchronization.ON_READ
+    # How copies are combined when the host reads them, and how values are
+    # combined when replicas assign them.
+    self._on_read = self.aggregation if on_read else _Aggregation.NONE
+    self._on_assign = _Aggregation.NONE if on_read else self.aggregation
+
+  @property
+  def handle(self) -> Any:
+    """The replicas' handle in their program, and the stack's elsewhere."""
+    return self.replica_handle if _in_replica() else self.stack_handle
+
+  @property
+  def _handle(self) -> Any:
+    """None on the host, so that TensorFlow reads the value by our method.
+
+    TensorFlow's fast path would read all of the stack.
+    """
+    return self.replica_handle if _in_replica() else None
+
+  @_handle.setter
+  def _handle(self, handle: Any) -> None:
+    # The handle that replicas' programs capture.
+    self.replica_handle = handle
+
+  @property
+  def stack_handle(self) -> Any:
+    """The handle of the stack."""
+    if self._stack is None:
+      with tf.init_scope(), tf.device(self.device):
+        value = _read(self.replica_handle, self._dtype)
+        self._stack = resource_variable_ops.ResourceVariable(
+          initial_value=tf.repeat(value[tf.newaxis], self._count, axis=0),
+          shape=self._with_rows(self._shape),
+          trainable=False,
+          dtype=self._dtype,
+          name=f"{self._shared_name}/stack",
+        )
+        # Free the memory of the initial value.
+        tf.raw_ops.AssignVariableOp(
+          resource=self.replica_handle, value=tf.zeros([0], self._dtype)
+        )
+    return self._stack.handle
+
+  @property
+  def device(self) -> str:
+    """The device of the stack."""
+    device: str = self.replica_handle.device
+    return device
+
+  def _with_rows(self, shape: Any) -> tf.TensorShape:
+    return tf.TensorShape([self._count]).concatenate(shape)
+
+  @property
+  def distribute_strategy(self) -> Any:
+    """The strategy whose replicas have the copies."""
+    return self._distribute_strategy
+
+  @property
+  def values(self) -> "tuple[RowView, ...]":
+    """Each replica's copy, to read and assign on the host."""
+    return tuple(RowView(self, i) for i in range(self._count))
+
+  def read_stack(self) -> tf.Tensor:
+    """Returns the copies of all replicas, of shape `[N, ...]`."""
+    stack = _read(self.stack_handle, self._dtype)
+    stack.set_shape(self._with_rows(self._shape))
+    return stack
+
+  def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
+    if _in_replica():
+      return super()._read_variable_op(no_copy)
+    resource_variable_ops.variable_accessed(self)
+    with record.stop_recording():
+      value = self._read_on_host()
+    # To a gradient tape, the value is a read of this variable.
+    record.record_operation(
+      "ReadVariableOp",
+      [value],
+      [self.handle],
+      backward_function=lambda gradient: [gradient],
+      forward_function=lambda value: [value],
+    )
+    return value
+
+  def _read_on_host(self) -> tf.Tensor:
+    """Returns replica 0's value, or the sum or mean of all values."""
+    if self._stack is None and tf.executing_eagerly():
+      value = _read(self.replica_handle, self._dtype)
+      is_sum = self._on_read == _Aggregation.SUM
+      return value * self._count if is_sum else value
+    stack = self.read_stack()
+    if self._on_read == _Aggregation.SUM:
+      return tf.reduce_sum(stack, axis=0)
+    if self._on_read == _Aggregation.MEAN:
+      return tf.reduce_mean(stack, axis=0)
+    return stack[0]
+
+  def numpy(self) -> np.ndarray:
+    """Returns the value that the host reads."""
+    if not tf.executing_eagerly():
+      raise NotImplementedError("numpy() is only available eagerly.")
+    return self._read_variable_op().numpy()
+
+  def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sets this replica's copy, or all copies if called on the host."""
+    if _in_replica():
+      return super().assign(self._aggregate(value), *args, **kwargs)
+    value = tf.convert_to_tensor(value, self._dtype)
+    return self._assign_stack(tf.raw_ops.AssignVariableOp, self._share(value))
+
+  def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds to this replica's copy, or to all copies if called on the host."""
+    if _in_replica():
+      return super().assign_add(self._aggregate(delta), *args, **kwargs)
+    delta = tf.convert_to_tensor(delta, self._dtype)
+    return self._assign_stack(
+      tf.raw_ops.AssignAddVariableOp, self._share(delta)
+    )
+
+  def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    """Subtracts from this replica's copy; works like `assign_add`."""
+    if _in_replica():
+      return super().assign_sub(self._aggregate(delta), *args, **kwargs)
+    delta = tf.convert_to_tensor(delta, self._dtype)
+    return self._assign_stack(
+      tf.raw_ops.AssignSubVariableOp, self._share(delta)
+    )
+
+  def _share(self, value: tf.Tensor) -> tf.Tensor:
+    """Returns what each copy gets of a value that the host assigns."""
+    if self._on_read != _Aggregation.SUM:
+      return value
+    # The host reads the sum of the copies, so each copy is an equal part.
+    return tf.cast(value / self._count, value.dtype)
+
+  def _assign_stack(self, operation: Any, value: tf.Tensor) -> Any:
+    """Assigns one value to all copies."""
+    shape = self._shape.merge_with(value.shape)
+    value.set_shape(shape)
+    rows = tf.repeat(value[tf.newaxis], self._count, axis=0)
+    operation(resource=self.stack_handle, value=rows)
+    return self
+
+  def _aggregate(self, value: Any) -> Any:
+    """Combines the values that replicas assign, if the variable aggregates."""
+    if not self._combines():
+      return value
+    context = tf.distribute.get_replica_context()
+    value = tf.convert_to_tensor(value, self.dtype)
+    if self._on_assign == _Aggregation.ONLY_FIRST_REPLICA:
+      return context.of_first_replica(value)
+    return context.all_reduce(self._on_assign.name, value)
+
+  def _combines(self) -> bool:
+    """Returns whether assigning here combines the values of all replicas."""
+    # In a merge call, and while a replica is isolated, the replica context is
+    # another one, and each value is assigned as it is.
+    return self._on_assign != _Aggregation.NONE and isinstance(
+      tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
+    )
+
+
+def _read(handle: Any, dtype: tf.DType) -> tf.Tensor:
+  return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+
+
+def _override(name: str) -> None:
+  """Overrides a method that assigns to a part of the variable.
+
+  On the host, all replicas run the method.
+  """
+  method = getattr(resource_variable_ops.ResourceVariable, name)
+
+  @functools.wraps(method)
+  def assign(self: StackedVariable, *args: Any, **kwargs: Any) -> Any:
+    if not _in_replica():
+      # Each replica assigns to its own copy, whatever `aggregation` is.
+      def assign_copy() -> None:
+        method(self, *args, **kwargs)
+
+      self.distribute_strategy.run(assign_copy)
+      return self
+    if self._combines():
+      raise NotImplementedError(
+        f"Replicas cannot call {name} on {self.name}, because it has"
+        f" aggregation={self._on_assign.name}. Use assign or assign_add, or"
+        " aggregation NONE."
+      )
+    return method(self, *args, **kwargs)
+
+  setattr(StackedVariable, name, assign)
+
+
+for _name in dir(resource_variable_ops.ResourceVariable):
+  if re.match("(batch_)?scatter_|_strided_slice_assign", _name):
+    _override(_name)
+
+
+class RowView:
+  """One replica's copy of a variable, which the host can read and assign."""
+
+  def __init__(self, variable: StackedVariable, replica: int) -> None:
+    self._variable = variable
+    self._replica = replica
+    self.trainable: bool = variable.trainable
+    self.dtype: tf.DType = variable.dtype
+    self.shape: tf.TensorShape = variable.shape
+    self.device: str = variable.device
+    self.name = f"{variable.name}/replica_{replica}"
+
+  @property
+  def handle(self) -> Any:
+    """The handle of the variable, which a tape records when it reads a copy."""
+    return self._variable.handle
+
+  def read_value(self) -> tf.Tensor:
+    """Returns the value of this copy."""
+    return self._variable.read_stack()[self._replica]
+
+  def numpy(self) -> np.ndarray:
+    """Returns the value of this copy as an array."""
+    return self.read_value().numpy()
+
+  def sparse_read(self, indices: Any) -> tf.Tensor:
+    """Returns the rows of this copy with these indices."""
+    indices = tf.convert_to_tensor(indices)
+    pairs = tf.stack([tf.fill(tf.shape(indices), self._index(indices)), indices], -1)
+    return tf.raw_ops.ResourceGatherNd(
+      resource=self._variable.stack_handle, indices=pairs, dtype=self.dtype
+    )
+
+  def _index(self, like: tf.Tensor) -> tf.Tensor:
+    return tf.cast(self._replica, like.dtype)
+
+  def assign(self, value: Any) -> "RowView":
+    """Sets this copy; the copies of other replicas do not change."""
+    return self._scatter(tf.raw_ops.ResourceScatterUpdate, value)
+
+  def assign_add(self, delta: Any) -> "RowView":
+    """Adds a value to this copy."""
+    return self._scatter(tf.raw_ops.ResourceScatterAdd, delta)
+
+  def assign_sub(self, delta: Any) -> "RowView":
+    """Subtracts a value from this copy."""
+    return self._scatter(tf.raw_ops.ResourceScatterSub, delta)
+
+  def _scatter(self, operation: Any, value: Any) -> "RowView":
+    value = tf.convert_to_tensor(value, self.dtype)
+    value = tf.ensure_shape(value, self.shape, name="assign")
+    operation(
+      resource=self._variable.stack_handle,
+      indices=[self._replica],
+      updates=value[tf.newaxis],
+    )
+    return self
+
+  # The callback SwapEMAWeights of Keras adds and subtracts copies.
+
+  def __sub__(self, other: Any) -> tf.Tensor:
+    return tf.subtract(self, other)
+
+  def __float__(self) -> float:
+    return float(self.numpy())
+
+  def __int__(self) -> int:
+    return int(self.numpy())
+
+  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+    return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+  def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+    return tf.convert_to_tensor(self.read_value(), dtype or self.dtype, name=name)
+
+  def __repr__(self) -> str:
+    return f"<RowView {self.name}, numpy={self.numpy()}>"

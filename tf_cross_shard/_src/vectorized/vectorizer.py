@@ -1,0 +1,569 @@
+"""Rewrites the graph of one replica into one that computes all replicas.
+
+    replica's graph, tensors [...] ─ TensorFlow's pfor ─▶ tensors [N, ...]
+
+pfor is what `tf.vectorized_map` uses: it rewrites operation by operation. A
+tensor that is the same on all replicas stays as it is; any other gets a first
+axis with a row for each replica. pfor has no converters for variables, for
+exchanges between replicas and for what functions do besides returning values.
+These are in `converters` and, for functions, below.
+
+This is the only file that uses `tensorflow.python.ops.parallel_for.pfor`, which
+is private. It was tested with TensorFlow 2.16 to 2.21.
+"""
+# ruff: noqa: SLF001  # pfor is private.
+
+import collections
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import handle_data_util, resource_variable_ops
+from tensorflow.python.ops.parallel_for import pfor
+
+# The names of pfor that this file uses.
+_NEEDED: Final = (
+  *("PFor", "WrappedTensor", "wrap", "_create_op", "_fallback_converter"),
+  *("_partition_inputs_for_indices", "_pfor_converter_registry"),
+  *("force_stateful_ops", "passthrough_stateful_ops"),
+)
+# More replicas than these run in a loop where an operation cannot be converted;
+# fewer get an operation each, which is faster.
+_MOST_UNROLLED: Final = 64
+_XLA: Final = "_XlaMustCompile"
+
+Call = Any  # pfor's description of an operation and of its converted inputs.
+Wrapped = Any  # pfor.WrappedTensor: a tensor, and whether it has a first axis.
+Converter = Callable[[Call], Any]
+
+# Converters by the type of operation; `converters` adds its own.
+CONVERTERS: Final[dict[str, Converter]] = {}
+# Operations that may run for replicas that are not in a branch: they change
+# variables through `converters`, or nothing.
+_HARMLESS: Final = frozenset(
+  {
+    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt"),
+    *("ReadVariableOp", "ResourceGather", "TruncatedNormal", "VariableShape"),
+    *("XlaReplicaId", "XlaAllReduce", "XlaReduceScatter"),
+  }
+)
+_lock: Final = threading.RLock()
+# pfor's own converters, of those that this package replaces.
+_replaced: Final[dict[str, Converter]] = {}
+_looped: collections.Counter[str] = collections.Counter()
+# The optionals of both branches, by the id of the one that stands for both.
+_of_branches: Final[dict[int, tuple[Wrapped, Wrapped]]] = {}
+_fallback: Final = getattr(pfor, "_fallback_converter", None)
+
+
+def check_version(*modules: Any) -> None:
+  """Raises `NotImplementedError` if TensorFlow lacks a part of pfor.
+
+  Args:
+    *modules: The modules that have registered converters.
+  """
+  del modules
+  missing = [name for name in _NEEDED if not hasattr(pfor, name)]
+  if missing:
+    raise NotImplementedError(
+      "VectorizedStrategy uses private parts of TensorFlow 2.16 to 2.21, and"
+      f" TensorFlow {tf.__version__} lacks {', '.join(missing)}. Use"
+      " local_strategy(n, vectorized=False)."
+    )
+
+
+def converts(*types: str) -> Callable[[Converter], Converter]:
+  """Registers a converter for these types of operations."""
+
+  def register(converter: Converter) -> Converter:
+    CONVERTERS.update(dict.fromkeys(types, converter))
+    return converter
+
+  return register
+
+
+def wrap(tensor: tf.Tensor, is_stacked: bool) -> Wrapped:
+  """Returns a converted tensor: with a row for each replica, or shared."""
+  return pfor.wrap(tensor, is_stacked)
+
+
+class _Rewriter(pfor.PFor):
+  """Rewrites one graph, and knows which replicas take part.
+
+  Attributes:
+    mask: A boolean for each replica: whether it is in the branch that this
+      graph is. None for all. All replicas compute the branch, and only those
+      in it change variables.
+  """
+
+  mask: Any = None
+
+
+def vectorize(
+  function: Any,
+  count: int,
+  inputs: Sequence[tf.Tensor],
+  stacks: dict[int, Any],
+) -> list[Wrapped]:
+  """Adds a replica's program, for all replicas, to the graph being built.
+
+  Args:
+    function: The replica's program, a concrete function.
+    count: The number of replicas.
+    inputs: For each input of the program, a tensor with a first axis.
+    stacks: Maps the id of a variable's handle in the program to the handle of
+      the variable's stack.
+
+  Returns:
+    The outputs of the program.
+
+  Raises:
+    NotImplementedError: If TensorFlow cannot vectorize an operation.
+  """
+  loop_var = tf.compat.v1.placeholder_with_default(0, shape=[])
+  outer = pfor.PFor(loop_var, count, [], fallback_to_while_loop=True)
+  graph = tf.compat.v1.get_default_graph()
+  captured = [
+    pfor.wrap(graph.capture(stacks.get(id(tensor), tensor)), False)
+    for tensor in function.captured_inputs
+  ]
+  given = [*(pfor.wrap(tensor, True) for tensor in inputs), *captured]
+  with _converting():
+    outputs = _inline(outer, function.graph, given)
+  return outputs[: len(function.outputs)]
+
+
+def _inline(
+  outer: Any,
+  graph: Any,
+  inputs: Sequence[Wrapped],
+  mask: Any = None,
+  indices: Any = None,
+) -> list[Wrapped]:
+  """Adds a function's operations, converted, to the graph being built.
+
+  Args:
+    outer: The rewriter of the graph that calls the function.
+    graph: The function's graph.
+    inputs: The function's converted inputs.
+    mask: See `_Rewriter`.
+    indices: The replicas that take part, if it is not all of them.
+  """
+  is_part = indices is not None
+  inner = _Rewriter(
+    outer.loop_var,
+    tf.size(indices) if is_part else num_rows(outer),
+    graph.get_operations(),
+    fallback_to_while_loop=True,
+    all_indices=indices if is_part else outer.all_indices,
+    all_indices_partitioned=is_part or outer.all_indices_partitioned,
+    pfor_config=outer.pfor_config,
+  )
+  inner.mask = mask if mask is not None else getattr(outer, "mask", None)
+  for placeholder, value in zip(graph.inputs, inputs, strict=True):
+    inner._add_conversion(placeholder, value)
+  outputs = [inner._convert_helper(output) for output in graph.outputs]
+  # What the function does besides returning values. TensorFlow's automatic
+  # control dependencies, in the graph being built, keep the order.
+  for operation in graph.control_outputs:
+    inner._convert_helper((*operation.outputs, operation)[0])
+  return outputs
+
+
+def num_rows(rewriter: Any) -> Any:
+  """Returns how many replicas take part; an int unless it depends on data."""
+  length = rewriter.loop_len_vector
+  static = tf.get_static_value(length)
+  return length[0] if static is None else int(static[0])
+
+
+@contextlib.contextmanager
+def _converting() -> Iterator[None]:
+  """Gives pfor the converters, while one function is vectorized."""
+  registry, forced = pfor._pfor_converter_registry, pfor.force_stateful_ops
+  passed = pfor.passthrough_stateful_ops
+  with _lock:
+    before = {name: registry.get(name) for name in CONVERTERS}
+    # pfor takes some operations over unchanged, without asking for a converter:
+    # those in `passed`, and those without a stacked input unless in `forced`.
+    saved = set(passed), set(forced)
+    _replaced.update((k, v) for k, v in before.items() if v is not None)
+    registry.update(CONVERTERS)
+    passed.difference_update(CONVERTERS)
+    forced.update(CONVERTERS.keys() - {"Identity", "ZerosLike"})
+    pfor._fallback_converter = _in_loop
+    _looped.clear()
+    _of_branches.clear()
+    try:
+      yield
+      if _looped:
+        logging.getLogger("tf_cross_shard").info(
+          "VectorizedStrategy runs these operations once for each replica,"
+          " because TensorFlow cannot vectorize them: %s.",
+          ", ".join(f"{name} ({n})" for name, n in _looped.items()),
+        )
+    except ValueError as error:
+      if "No pfor vectorization defined" not in str(error):
+        raise
+      raise cannot_vectorize(str(error).split()[5]) from error
+    finally:
+      pfor._fallback_converter = _fallback
+      for name, converter in before.items():
+        registry.pop(name)
+        if converter is not None:
+          registry[name] = converter
+      passed.clear()
+      passed.update(saved[0])
+      forced.clear()
+      forced.update(saved[1])
+
+
+def cannot_vectorize(operation: str) -> NotImplementedError:
+  """Returns the error for an operation that cannot be vectorized."""
+  return NotImplementedError(
+    f"TensorFlow cannot vectorize the operation {operation} over replicas."
+    " Replace it, or use local_strategy(n, vectorized=False), where each"
+    " replica is a logical device."
+  )
+
+
+def _in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
+  """Runs an operation that has no converter once for each replica."""
+  del root_cause, warn
+  if any(tensor.dtype == tf.resource for tensor in call.op.inputs):
+    # On the stack, the operation would change other numbers.
+    if any(has_stack(call, i) for i in range(call.num_inputs)):
+      raise cannot_vectorize(call.op_type)
+  _looped[call.op_type] += 1
+  count = tf.get_static_value(call.pfor.loop_len_vector)
+  if count is None or count[0] > _MOST_UNROLLED:
+    return _fallback(call)
+  results = []
+  for i in range(count[0]):
+    inputs = [x.t[i] if x.is_stacked else x.t for x in call.inputs]
+    dtypes = [x.dtype for x in call.op.outputs]
+    made = pfor._create_op(
+      call.op_type, inputs, dtypes, attrs=call.op.node_def.attr
+    )
+    results.append(made.outputs or made)
+  if not call.op.outputs:
+    return tf.group(*results)
+  return [
+    wrap(tf.stack(list(rows)), True) for rows in zip(*results, strict=True)
+  ]
+
+
+def handle_rank(handle: tf.Tensor) -> int | None:
+  """Returns the number of axes of the variable that a handle belongs to."""
+  data = resource_variable_ops.get_eager_safe_handle_data(handle)
+  if not data.is_set:
+    return None
+  rank: int | None = tf.TensorShape(data.shape_and_type[0].shape).rank
+  return rank
+
+
+def has_stack(call: Call, i: int) -> bool:
+  """Returns whether input i is the handle of a variable with a stack."""
+  before, after = call.op.inputs[i], call.input(i)[0]
+  return before.dtype == tf.resource and (
+    handle_rank(before) != handle_rank(after)
+  )
+
+
+# Functions. pfor converts only the outputs of functions, and what outputs
+# depend on: assignments in a branch would be lost.
+
+
+def _function(call: Call, attribute: str) -> Any:
+  """Returns the graph of a function that an operation calls."""
+  return call.op.graph._get_function(call.get_attr(attribute).name).graph
+
+
+def _result(call: Call, outputs: Sequence[Wrapped]) -> Any:
+  return list(outputs) if call.op.outputs else tf.no_op()
+
+
+@converts("PartitionedCall", "StatefulPartitionedCall")
+def _convert_call(call: Call) -> Any:
+  graph = _function(call, "f")
+  if not _is_compiled(call.op):
+    return _result(call, _inline(call.pfor, graph, call.inputs))
+  stacked: list[bool] = []
+
+  def convert() -> list[tf.Tensor]:
+    outputs = _inline(call.pfor, graph, call.inputs)
+    stacked[:] = [output.is_stacked for output in outputs]
+    return [output.t for output in outputs]
+
+  tensors = tf.function(convert, autograph=False, jit_compile=True)()
+  return _result(call, list(map(wrap, tensors, stacked)))
+
+
+def _is_compiled(operation: tf.Operation) -> bool:
+  return _XLA in operation.node_def.attr and operation.get_attr(_XLA)
+
+
+@converts("If", "StatelessIf")
+def _convert_if(call: Call) -> Any:
+  condition, differs, _ = call.input(0)
+  branches = [_function(call, f"{name}_branch") for name in ("else", "then")]
+  inputs = call.inputs[1:]
+  if not differs:
+    return _result(call, _branch_together(call, condition, branches, inputs))
+  convert = _branch_by_rows
+  if all(map(_is_harmless, branches)):
+    convert = _branch_by_mask
+  return _result(call, convert(call, condition, branches, inputs))
+
+
+def _branch_together(
+  call: Call, condition: Any, branches: Sequence[Any], inputs: Any
+) -> list[Wrapped]:
+  """Converts a conditional whose condition is the same on all replicas."""
+
+  def convert(branch: Any) -> list[tf.Tensor]:
+    outputs = _inline(call.pfor, branch, inputs)
+    return [with_rows(call, output) for output in outputs]
+
+  outputs = tf.cond(
+    condition, lambda: convert(branches[1]), lambda: convert(branches[0])
+  )
+  return [wrap(x, True) for x in outputs or ()]
+
+
+def _branch_by_mask(
+  call: Call, condition: Any, branches: Sequence[Any], inputs: Any
+) -> list[Wrapped]:
+  """Computes both branches for all replicas, and selects.
+
+  This works with static shapes, and so with XLA.
+  """
+  outer, results = getattr(call.pfor, "mask", None), []
+  for i, own in enumerate([~condition, condition]):
+    mask = own if outer is None else own & outer
+    given = _inputs_of(i, inputs)
+    results.append(_inline(call.pfor, branches[i], given, mask=mask))
+
+  def merge(other: Wrapped, then: Wrapped) -> tf.Tensor:
+    return select(condition, with_rows(call, then), with_rows(call, other))
+
+  return _merge(results, merge)
+
+
+def _branch_by_rows(
+  call: Call, condition: Any, branches: Sequence[Any], inputs: Any
+) -> list[Wrapped]:
+  """Computes each branch for the replicas that are in it."""
+  number = tf.cast(condition, tf.int32)
+  replicas = tf.dynamic_partition(call.pfor.all_indices, number, 2)
+  rows = tf.range(call.pfor.loop_len_vector[0])
+  places = tf.dynamic_partition(rows, number, 2)
+  results = []
+  for i, branch in enumerate(branches):
+    given = pfor._partition_inputs_for_indices(
+      _inputs_of(i, inputs), places[i]
+    )
+    results.append(_inline(call.pfor, branch, given, indices=replicas[i]))
+
+  def merge(*parts: Wrapped) -> tf.Tensor:
+    rows = [
+      x.t if x.is_stacked else _repeat(x.t, tf.size(own))
+      for x, own in zip(parts, replicas, strict=True)
+    ]
+    return tf.dynamic_stitch(places, rows)
+
+  return _merge(results, merge)
+
+
+def _merge(
+  results: Sequence[Sequence[Wrapped]],
+  merge: Callable[[Wrapped, Wrapped], tf.Tensor],
+) -> list[Wrapped]:
+  """Merges the outputs of two branches that different replicas take."""
+  merged = []
+  for other, then in zip(*results, strict=True):
+    if then.t.dtype == tf.variant:
+      # An optional: the same branch of the gradient's conditional reads it.
+      _of_branches[id(then.t)] = other, then
+      merged.append(then)
+    else:
+      merged.append(wrap(merge(other, then), True))
+  return merged
+
+
+def _inputs_of(branch: int, inputs: Sequence[Wrapped]) -> list[Wrapped]:
+  """Returns what a branch of a conditional receives."""
+  return [
+    _of_branches[id(x.t)][branch] if id(x.t) in _of_branches else x
+    for x in inputs
+  ]
+
+
+def _is_harmless(graph: Any) -> bool:
+  """Returns whether a branch may run for replicas that are not in it."""
+  for op in graph.get_operations():
+    if op.type in ("While", "StatelessWhile", "CheckNumerics", "Case"):
+      return False
+    names = [
+      op.get_attr(name).name
+      for name in ("f", "then_branch", "else_branch")
+      if name in op.node_def.attr
+    ]
+    if names:
+      inner = [graph._get_function(name).graph for name in names]
+      if not all(map(_is_harmless, inner)):
+        return False
+    elif op.op_def is not None and op.op_def.is_stateful:
+      is_variable = op.type in CONVERTERS and op.type not in ("Assert",)
+      if op.type not in _HARMLESS and not is_variable and op.type != "Placeholder":
+        return False
+  return True
+
+
+@converts("While", "StatelessWhile")
+def _convert_while(call: Call) -> Any:
+  """Converts a loop that all replicas leave together.
+
+  pfor's own converter handles other loops. In its loops the number of replicas
+  is not known when the graph is built, which is slower.
+  """
+  test, body = _function(call, "cond"), _function(call, "body")
+  # What the body returns unchanged is no loop variable.
+  fixed = [
+    given is result
+    for given, result in zip(body.inputs, body.outputs, strict=True)
+  ]
+  flags = [x.is_stacked for x in call.inputs]
+
+  def merged(loop_vars: Sequence[tf.Tensor]) -> list[Wrapped]:
+    own = iter(loop_vars)
+    return [
+      x if is_fixed else wrap(next(own), flag)
+      for x, is_fixed, flag in zip(call.inputs, fixed, flags, strict=True)
+    ]
+
+  def shapes() -> list[tf.TensorShape]:
+    count = [num_rows(call.pfor)]
+    return [
+      tf.TensorShape(count).concatenate(x.shape)
+      if flag and x.dtype != tf.variant
+      else x.shape
+      for x, is_fixed, flag in zip(
+        call.op.outputs, fixed, flags, strict=True
+      )
+      if not is_fixed
+    ]
+
+  def variables() -> list[Any]:
+    """Returns the tensors and the flags of the loop variables."""
+    return [
+      (x, flag)
+      for x, is_fixed, flag in zip(call.inputs, fixed, flags, strict=True)
+      if not is_fixed
+    ]
+
+  is_partial = call.pfor.all_indices_partitioned
+  if is_partial or not isinstance(num_rows(call.pfor), int):
+    return _replaced["While"](call)
+  # A variable that is shared at first has rows if the body gives it rows.
+  while True:
+    scratch = func_graph.FuncGraph("scratch")
+    with scratch.as_default():
+      placeholders = []
+      for (x, _), shape in zip(variables(), shapes(), strict=True):
+        made = tf.compat.v1.placeholder(x.t.dtype, shape)
+        handle_data_util.copy_handle_data(x.t, made)
+        placeholders.append(made)
+      [ends] = _inline(call.pfor, test, merged(placeholders))
+      outputs = _inline(call.pfor, body, merged(placeholders))
+    if ends.is_stacked:
+      return _replaced["While"](call)
+    grown = [
+      flag or (x.is_stacked and not is_fixed)
+      for x, is_fixed, flag in zip(outputs, fixed, flags, strict=True)
+    ]
+    if grown == flags:
+      break
+    flags = grown
+
+  def as_flagged(x: Wrapped, flag: bool) -> tf.Tensor:
+    return with_rows(call, x) if flag else x.t
+
+  def step(*loop_vars: tf.Tensor) -> list[tf.Tensor]:
+    outputs = _inline(call.pfor, body, merged(loop_vars))
+    return [
+      as_flagged(x, flag)
+      for x, is_fixed, flag in zip(outputs, fixed, flags, strict=True)
+      if not is_fixed
+    ]
+
+  results = tf.while_loop(
+    lambda *x: _inline(call.pfor, test, merged(x))[0].t,
+    step,
+    [as_flagged(x, flag) for x, flag in variables()],
+    shape_invariants=shapes(),
+    parallel_iterations=call.get_attr("parallel_iterations"),
+  )
+  return merged(results)
+
+
+# The gradient of a conditional receives what the branches have computed as
+# optionals: one branch gives a value, and the other one gives none. Here, the
+# value has a row for each replica that takes part in the branch, and the
+# optional itself counts as shared.
+
+
+@converts("OptionalFromValue")
+def _convert_optional(call: Call) -> Any:
+  rows = [with_rows(call, x) for x in call.inputs]
+  return [wrap(tf.raw_ops.OptionalFromValue(components=rows), False)]
+
+
+@converts("OptionalNone")
+def _convert_no_optional(call: Call) -> Any:
+  return [wrap(tf.raw_ops.OptionalNone(), False)]
+
+
+@converts("OptionalGetValue")
+def _convert_optional_value(call: Call) -> Any:
+  values = tf.raw_ops.OptionalGetValue(
+    optional=call.input(0)[0],
+    output_types=call.get_attr("output_types"),
+    output_shapes=[
+      tf.TensorShape(None if x.dtype != tf.variant else [])
+      for x in call.op.outputs
+    ],
+  )
+  for value, before in zip(values, call.op.outputs, strict=True):
+    handle_data_util.copy_handle_data(before, value)
+  return [wrap(value, True) for value in values]
+
+
+@converts("ZerosLike")
+def _convert_zeros(call: Call) -> Any:
+  """Converts zeros; pfor's own converter fails for lists of tensors."""
+  given = call.input(0)
+  zeros = tf.raw_ops.ZerosLike(x=given.t)
+  handle_data_util.copy_handle_data(given.t, zeros)
+  return [wrap(zeros, given.is_stacked)]
+
+
+def select(mask: Any, rows: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
+  """Returns `rows` for the replicas in the mask, and `others` elsewhere."""
+  shape = [-1, *[1] * (rows.shape.rank - 1)]
+  return tf.where(tf.reshape(mask, shape), rows, others)
+
+
+def with_rows(call: Call, x: Wrapped) -> tf.Tensor:
+  """Returns a converted tensor with a row for each replica."""
+  if x.is_stacked or x.t.dtype == tf.variant:
+    return call.pfor._unwrap_or_tile(x)
+  return _repeat(x.t, num_rows(call.pfor))
+
+
+def _repeat(tensor: tf.Tensor, count: Any) -> tf.Tensor:
+  return tf.repeat(tensor[tf.newaxis], count, axis=0)
