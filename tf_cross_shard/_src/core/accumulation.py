@@ -57,7 +57,10 @@ class Window:
     had more calls than `steps`.
     """
     with self._engine.isolate():
-      return tf.convert_to_tensor(self._calls) + 1 >= self._steps
+      calls = self._engine.same_on_all_replicas(
+        tf.convert_to_tensor(self._calls)
+      )
+      return calls + 1 >= self._steps
 
   def to_dense(
     self, grads: Sequence[Gradient], variables: Sequence[Any]

@@ -81,6 +81,14 @@ class Engine(abc.ABC):
     """
     return self.all_reduce_sum(tensors)
 
+  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    """Declares that all replicas have this value; returns it.
+
+    If all replicas run one program, they then take one branch together in a
+    conditional on this value.
+    """
+    return value
+
   @abc.abstractmethod
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Concatenates each tensor over this replica's group along axis 0."""

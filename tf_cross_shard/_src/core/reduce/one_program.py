@@ -92,6 +92,18 @@ class TPU(engine.Engine):
     repeated = tf.concat([tensor] * self.groups.group_size, axis=0)
     return exchange(repeated, _in_order(self.groups))
 
+  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    # A TPU adds in the dtype of the tensors. Replicas on one device send
+    # nothing, so that a wider sum costs nothing.
+    if getattr(self.strategy.extended, "adds_in_float32", False):
+      wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
+      return self.all_reduce_sum(wide)
+    return self.all_reduce_sum(tensors)
+
+  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    mark = getattr(self.strategy.extended, "same_on_all_replicas", None)
+    return value if mark is None else mark(value)
+
   @property
   def bucket_bytes(self) -> None:
     return None
