@@ -1,6 +1,6 @@
-"""A MirroredStrategy over devices of this machine, created in one call.
+"""A strategy for replicas on this machine, created in one call.
 
-On CPUs, the strategy also works around a bug of TensorFlow 2.21. The iterator
+On logical CPUs, the strategy also works around a bug of TensorFlow 2.21. The iterator
 of a distributed dataset has a tuning thread for each device, which sleeps for
 up to a minute at a time. To delete the iterator, TensorFlow waits for these
 threads, and does not always wake them. Then `fit` waits after each epoch. The
@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.vectorized import strategy as vectorized_lib
 
 try:
   from tensorflow.python.data.ops import debug_mode
@@ -21,28 +22,15 @@ except ImportError:  # A private module: then `fit` may wait, as without us.
   debug_mode = None
 
 
-def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
-  """Returns a MirroredStrategy with a given number of replicas on this machine.
+def local_strategy(
+  num_replicas: int, *, vectorized: bool = True
+) -> tf.distribute.Strategy:
+  """Returns a strategy with a given number of replicas on this machine.
 
   Use it to train several models on one machine, each in its own group, or to
   try a distributed program without several GPUs. If this machine has a GPU for
-  each replica, the replicas run on GPUs. Otherwise, the function divides the
-  CPU into logical devices, and each replica runs on one of them. Logical CPUs
-  share the cores of the CPU.
-
-  TensorFlow fixes its logical devices when it runs its first operation, so call
-  this function at the start of the program. If TensorFlow has already started
-  with enough devices, the function uses the first `num_replicas` of them. You
-  can therefore call it again, for example in a notebook.
-
-  To run several replicas on one GPU, divide the GPU before the call, with
-  `tf.config.set_logical_device_configuration` and a `memory_limit` for each
-  logical GPU. We tested this function on CPUs only.
-
-  On CPUs, the strategy avoids a TensorFlow bug, through which `fit` under other
-  MirroredStrategies can wait for up to minutes after each epoch. To do so, it
-  turns off `options.autotune` in your datasets, so `tf.data.AUTOTUNE` stands
-  for a fixed number of parallel calls, and the devices do not prefetch batches.
+  each replica, you get a MirroredStrategy on GPUs. Otherwise you get a
+  `VectorizedStrategy`, whose replicas are one program on the GPU or CPU.
 
   >>> import tensorflow as tf
   >>> import tf_cross_shard
@@ -54,20 +42,35 @@ def local_strategy(num_replicas: int) -> tf.distribute.MirroredStrategy:
   >>> strategy.num_replicas_in_sync
   4
 
+  With `vectorized=False`, each replica is a thread on its own logical CPU. This
+  is slower, and it needs no vectorizer: any TensorFlow program runs. TensorFlow
+  fixes its logical devices when it runs its first operation, so make this call
+  at the start of the program. If TensorFlow has already started with enough
+  devices, the function uses the first `num_replicas` of them. This strategy
+  avoids a TensorFlow bug, through which `fit` under other MirroredStrategies
+  can wait for up to minutes after each epoch. To do so, it turns off
+  `options.autotune` in your datasets, so `tf.data.AUTOTUNE` stands for a fixed
+  number of parallel calls, and the devices do not prefetch batches.
+
   Args:
     num_replicas: The number of replicas, at least 1.
+    vectorized: Whether replicas without a GPU of their own become one program.
+      False gives logical CPUs.
 
   Returns:
-    A `tf.distribute.MirroredStrategy`.
+    A `VectorizedStrategy` or a `tf.distribute.MirroredStrategy`.
 
   Raises:
     ValueError: `num_replicas` is not a positive integer.
-    RuntimeError: TensorFlow has already started with fewer devices.
+    RuntimeError: `vectorized` is False, and TensorFlow has already started with
+      fewer devices.
   """
   num_replicas = validation.check_integer(
     "num_replicas", num_replicas, "Pass, for example, 4."
   )
   kind = "GPU" if _count("GPU") >= num_replicas else "CPU"
+  if kind == "CPU" and vectorized:
+    return vectorized_lib.VectorizedStrategy(num_replicas)
   if _count(kind) < num_replicas:
     _divide_cpu(num_replicas)
   devices = [f"{kind}:{i}" for i in range(num_replicas)]
@@ -146,7 +149,7 @@ def _divide_cpu(count: int) -> None:
     )
   except RuntimeError:
     raise RuntimeError(
-      f"local_strategy({count}) needs {count} devices, but TensorFlow has"
+      f"local_strategy({count}, vectorized=False) needs {count} devices, but TensorFlow has"
       f" already started with only {_count('CPU')}. Call it before all other"
       " TensorFlow operations; in a notebook, restart the kernel first."
     ) from None

@@ -21,6 +21,7 @@ from tensorflow.python.distribute import (
 
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.vectorized import (
   arguments,
   converters,
@@ -120,6 +121,12 @@ class VectorizedStrategy(tf.distribute.Strategy):
         "strategy.run was called inside a function that strategy.run is"
         " running. Call it outside."
       )
+    model = _evaluated_model(fn)
+    for warnings in names_lib.group_warnings_of(
+      getattr(model, "optimizer", None)
+    ):
+      if not warnings.is_evaluated_by_group:
+        warnings.before_evaluating()
     if tf.executing_eagerly():
       return self.extended.function_of(fn, options)(tuple(args), kwargs or {})
     return super().run(fn, args, kwargs, options)
@@ -271,11 +278,18 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
   ) -> Any:
     """Runs a replica's program on all replicas; returns their results."""
     variables = self.variables_of(function)
+    for other in function.graph.variables:
+      is_stack = isinstance(other, variable.StackedVariable)
+      if is_stack and id(other.replica_handle) not in variables:
+        raise ValueError(
+          f"{other.name} belongs to another VectorizedStrategy. Create it inside"
+          " `with strategy.scope():` of the strategy that runs the function."
+        )
     outputs = vectorizer.vectorize(
       function,
       self._count,
       given.stacks,
-      {key: variable.stack_handle for key, variable in variables.items()},
+      {key: own.stack_handle for key, own in variables.items()},
     )
     return arguments.pack_results(
       structure,
@@ -324,6 +338,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
 
   # The core's collectives look for these methods: a strategy that has them runs
   # its replicas as one program.
+  adds_in_float32 = True
   cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
   all_to_all = staticmethod(replica_context.all_to_all)
   same_on_all_replicas = staticmethod(replica_context.same_on_all_replicas)
@@ -444,6 +459,27 @@ def _stacked_variable(value: Any) -> variable.StackedVariable | None:
   # An AutoCastVariable of tf_keras wraps the variable.
   native = variables_lib.native(getattr(value, "_variable", value))
   return native if isinstance(native, variable.StackedVariable) else None
+
+
+def _evaluated_model(fn: Any) -> Any:
+  """Returns the Keras model whose `evaluate` or `predict` passes `fn` to `run`.
+
+  Keras passes a method of the model, or a function that calls it.
+  """
+  fn = getattr(fn, "python_function", fn)
+  model = getattr(fn, "__self__", None)
+  if model is not None:
+    is_one = fn.__name__ in ("test_step", "predict_step")
+    return model if is_one and hasattr(model, "optimizer") else None
+  name = getattr(fn, "__qualname__", "")
+  makers = "make_test_function", "make_predict_function"
+  for cell in getattr(fn, "__closure__", None) or ():
+    value = cell.cell_contents
+    if any(maker in name for maker in makers) and hasattr(value, "optimizer"):
+      return value
+    if "autoconvert_optionals" in name and callable(value):
+      return _evaluated_model(value)
+  return None
 
 
 def _differs(value: Any) -> bool:

@@ -481,6 +481,11 @@ def _convert_while(call: Call) -> Any:
       [ends] = _inline(call.pfor, test, merged(placeholders))
       outputs = _inline(call.pfor, body, merged(placeholders))
     if ends.is_stacked:
+      if any(x.t.dtype == tf.variant for x, _ in variables()):
+        raise cannot_vectorize(
+          f"{call.op_type}, a loop with gradients that replicas leave after"
+          " different numbers of iterations,"
+        )
       return _replaced["While"](call)
     grown = [
       flag or (x.is_stacked and not is_fixed)

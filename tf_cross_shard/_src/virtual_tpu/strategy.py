@@ -62,6 +62,7 @@ class VirtualTPUExtended(strategy_lib.VectorizedExtended):
   """The methods that TensorFlow and Keras call on a strategy."""
 
   _for_xla = True
+  adds_in_float32 = False
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
