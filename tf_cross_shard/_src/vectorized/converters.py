@@ -91,7 +91,9 @@ def _gather(call: Call) -> Any:
 def _gather_nd(call: Call) -> Any:
   if not vectorizer.has_stack(call, 0):
     raise vectorizer.cannot_vectorize(call.op_type)
-  return [wrap(tf.gather_nd(values_of(call), rows(call, 1), batch_dims=1), True)]
+  return [
+    wrap(tf.gather_nd(values_of(call), rows(call, 1), batch_dims=1), True)
+  ]
 
 
 # For each kind of assignment: the operation on all rows of the stack, the
@@ -258,9 +260,7 @@ class _Groups:
     # As the other engines do: add half precision in float32.
     if dtype in (tf.bfloat16, tf.float16):
       rows = tf.cast(rows, tf.float32)
-    members = [
-      tf.gather(rows, self.assignment[:, i]) for i in range(self.size)
-    ]
+    members = [tf.gather(rows, self.assignment[:, i]) for i in range(self.size)]
     return tf.cast(tf.add_n(members), dtype)
 
 
@@ -342,7 +342,9 @@ def _element_shape(call: Call) -> Any:
   # A scalar means that nothing is known.
   unknown = -tf.ones([rank], dtype)
   known = tf.reshape(shape, [-1])[1:]
-  return [wrap(tf.cond(tf.rank(shape) > 0, lambda: known, lambda: unknown), False)]
+  return [
+    wrap(tf.cond(tf.rank(shape) > 0, lambda: known, lambda: unknown), False)
+  ]
 
 
 # Operations that pfor does not know.

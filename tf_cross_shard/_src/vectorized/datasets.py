@@ -100,9 +100,7 @@ def split(
         own = tf.shape(tensor, name="rows")[0] // count
       static = None
     elif rows % count:
-      raise ValueError(
-        f"{_UNEVEN.format(count=count)} It has {rows} examples."
-      )
+      raise ValueError(f"{_UNEVEN.format(count=count)} It has {rows} examples.")
     else:
       own = static = rows // count
     shape = tf.concat([[count, own], tf.shape(tensor)[1:]], axis=0)

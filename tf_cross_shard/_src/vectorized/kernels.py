@@ -130,7 +130,9 @@ def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
     is_variable = [x.t.dtype == tf.resource for x in call.inputs]
     handles = {
       name: x.t
-      for name, x, is_handle in zip(names, call.inputs, is_variable, strict=True)
+      for name, x, is_handle in zip(
+        names, call.inputs, is_variable, strict=True
+      )
       if is_handle
     }
     if not all(

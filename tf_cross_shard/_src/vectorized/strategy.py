@@ -293,7 +293,9 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     )
     return arguments.pack_results(
       structure,
-      [arguments.ReplicaValues(x.t, self._count, x.is_stacked) for x in outputs],
+      [
+        arguments.ReplicaValues(x.t, self._count, x.is_stacked) for x in outputs
+      ],
     )
 
   def variables_of(self, function: Any) -> dict[int, Any]:
@@ -382,9 +384,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       if any(_differs(leaf) for leaf in given):
         results = []
         for i, copy in enumerate(self._local_results(var)):
-          own = [
-            self._local_results(x)[i] if _differs(x) else x for x in given
-          ]
+          own = [self._local_results(x)[i] if _differs(x) else x for x in given]
           own_args, own_kwargs = tf.nest.pack_sequence_as(
             (args, kwargs or {}), own
           )

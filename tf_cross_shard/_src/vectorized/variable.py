@@ -1,12 +1,12 @@
 """A variable whose replicas' copies are the rows of one stack.
 
-    memory    stack [N, ...], created when a program or the host first needs
-              it. Until then, one initial value for all replicas
-    replicas  see a variable of shape [...]: their program is traced with a
-              handle that has this shape and, once there is a stack, no value.
-              `vectorizer` puts the stack in its place
-    host      reads row 0, or the sum or mean of the rows if the variable is
-              aggregated on reading, as metrics are; an assignment sets all rows
+memory    stack [N, ...], created when a program or the host first needs
+          it. Until then, one initial value for all replicas
+replicas  see a variable of shape [...]: their program is traced with a
+          handle that has this shape and, once there is a stack, no value.
+          `vectorizer` puts the stack in its place
+host      reads row 0, or the sum or mean of the rows if the variable is
+          aggregated on reading, as metrics are; an assignment sets all rows
 """
 
 import functools
@@ -267,7 +267,9 @@ class RowView:
   def sparse_read(self, indices: Any) -> tf.Tensor:
     """Returns the rows of this copy with these indices."""
     indices = tf.convert_to_tensor(indices)
-    pairs = tf.stack([tf.fill(tf.shape(indices), self._index(indices)), indices], -1)
+    pairs = tf.stack(
+      [tf.fill(tf.shape(indices), self._index(indices)), indices], -1
+    )
     return tf.raw_ops.ResourceGatherNd(
       resource=self._variable.stack_handle, indices=pairs, dtype=self.dtype
     )
@@ -312,7 +314,9 @@ class RowView:
     return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
   def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-    return tf.convert_to_tensor(self.read_value(), dtype or self.dtype, name=name)
+    return tf.convert_to_tensor(
+      self.read_value(), dtype or self.dtype, name=name
+    )
 
   def __repr__(self) -> str:
     return f"<RowView {self.name}, numpy={self.numpy()}>"

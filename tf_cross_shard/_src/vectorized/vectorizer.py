@@ -364,9 +364,7 @@ def _branch_by_rows(
   places = tf.dynamic_partition(rows, number, 2)
   results = []
   for i, branch in enumerate(branches):
-    given = pfor._partition_inputs_for_indices(
-      _inputs_of(i, inputs), places[i]
-    )
+    given = pfor._partition_inputs_for_indices(_inputs_of(i, inputs), places[i])
     results.append(_inline(call.pfor, branch, given, indices=replicas[i]))
 
   def merge(*parts: Wrapped) -> tf.Tensor:
@@ -419,7 +417,11 @@ def _is_harmless(graph: Any) -> bool:
         return False
     elif op.op_def is not None and op.op_def.is_stateful:
       is_variable = op.type in CONVERTERS and op.type not in ("Assert",)
-      if op.type not in _HARMLESS and not is_variable and op.type != "Placeholder":
+      if (
+        op.type not in _HARMLESS
+        and not is_variable
+        and op.type != "Placeholder"
+      ):
         return False
   return True
 
@@ -452,9 +454,7 @@ def _convert_while(call: Call) -> Any:
       tf.TensorShape(count).concatenate(x.shape)
       if flag and x.dtype != tf.variant
       else x.shape
-      for x, is_fixed, flag in zip(
-        call.op.outputs, fixed, flags, strict=True
-      )
+      for x, is_fixed, flag in zip(call.op.outputs, fixed, flags, strict=True)
       if not is_fixed
     ]
 
