@@ -41,13 +41,14 @@ PROGRAM = """
     fit = model.fit(x, y, batch_size=9, epochs=2, verbose=0)
     return fit.history["loss"]
 
-  local = tf_cross_shard.local_strategy(3)
+  local = tf_cross_shard.local_strategy(3, vectorized=False)
   ids = local.run(
     lambda: tf.distribute.get_replica_context().replica_id_in_sync_group
   )
   devices = [x.device[-5:] for x in ids.values]
   assert devices == ["CPU:0", "CPU:1", "CPU:2"], devices
-  assert tf_cross_shard.local_strategy(2).num_replicas_in_sync == 2
+  pair = tf_cross_shard.local_strategy(2, vectorized=False)
+  assert pair.num_replicas_in_sync == 2
   plain = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(3)])
   kept = [threads(strategy) for strategy in (plain, local) * 2]
   numbers = [number for number, _ in kept[2:]]
@@ -80,11 +81,19 @@ def test_devices_and_iterators_of_a_new_process() -> None:
 
 def test_devices_that_exist_are_used() -> None:
   for count in (4, 2, 1):
-    strategy = tf_cross_shard.local_strategy(count)
+    strategy = tf_cross_shard.local_strategy(count, vectorized=False)
     assert strategy.num_replicas_in_sync == count
     assert strategy.extended.worker_devices == tuple(
       f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(count)
     )
+
+
+def test_one_program_unless_there_are_gpus() -> None:
+  """It works after other operations, for any number of replicas."""
+  tf.constant(0)
+  strategy = tf_cross_shard.local_strategy(5)
+  assert isinstance(strategy, tf_cross_shard.VectorizedStrategy)
+  assert strategy.num_replicas_in_sync == 5
 
 
 def test_too_late() -> None:
@@ -92,7 +101,7 @@ def test_too_late() -> None:
   with pytest.raises(
     RuntimeError, match=r"needs 5 .* already started with only 4"
   ):
-    tf_cross_shard.local_strategy(5)
+    tf_cross_shard.local_strategy(5, vectorized=False)
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, "4", None])
@@ -123,5 +132,5 @@ def test_gpus_if_there_are_enough(gpus: int, divided: int, kind: str) -> None:
       tf.distribute.MirroredStrategy, "__init__", return_value=None
     ) as create,
   ):
-    tf_cross_shard.local_strategy(2)
+    tf_cross_shard.local_strategy(2, vectorized=False)
   create.assert_called_once_with([f"{kind}:0", f"{kind}:1"])

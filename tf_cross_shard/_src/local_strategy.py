@@ -1,6 +1,6 @@
 """A strategy for replicas on this machine, created in one call.
 
-On logical CPUs, the strategy also works around a bug of TensorFlow 2.21. The iterator
+On logical CPUs, it also works around a bug of TensorFlow 2.21. The iterator
 of a distributed dataset has a tuning thread for each device, which sleeps for
 up to a minute at a time. To delete the iterator, TensorFlow waits for these
 threads, and does not always wake them. Then `fit` waits after each epoch. The
@@ -149,7 +149,8 @@ def _divide_cpu(count: int) -> None:
     )
   except RuntimeError:
     raise RuntimeError(
-      f"local_strategy({count}, vectorized=False) needs {count} devices, but TensorFlow has"
-      f" already started with only {_count('CPU')}. Call it before all other"
-      " TensorFlow operations; in a notebook, restart the kernel first."
+      f"local_strategy({count}, vectorized=False) needs {count} devices, but"
+      f" TensorFlow has already started with only {_count('CPU')}. Call it"
+      " before all other TensorFlow operations; in a notebook, restart the"
+      " kernel first. Without vectorized=False, no devices are needed."
     ) from None

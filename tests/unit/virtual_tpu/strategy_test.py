@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,27 +69,6 @@ def test_number_of_replicas_is_checked() -> None:
   for number in (0, True, 2.0):
     with pytest.raises(ValueError, match=r"`num_replicas` must be an integer"):
       virtual_tpu.VirtualTPUStrategy(number)  # type: ignore[arg-type]
-
-
-def _num_threads() -> int:
-  """Returns the number of threads of this process, native ones too."""
-  return len(os.listdir("/proc/self/task"))
-
-
-def test_no_thread_outlives_its_strategy() -> None:
-  def count_left(num_replicas: int) -> int:
-    """Uses and deletes a strategy; returns the number of remaining threads."""
-    strategy = virtual_tpu.VirtualTPUStrategy(num_replicas)
-    strategy.run(lambda: tf.constant(1.0))
-    alive = _num_threads()
-    del strategy
-    for _ in range(2):  # jaxlib's objects are found in a second round.
-      gc.collect()
-    assert _num_threads() < alive
-    return _num_threads()
-
-  before = count_left(4)  # XLA's and TensorFlow's own, once in a process.
-  assert count_left(3) <= before
 
 
 class TestArguments:

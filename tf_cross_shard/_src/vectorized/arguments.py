@@ -47,7 +47,7 @@ class ReplicaValues(values.PerReplica):
 class ReplicaValuesSpec(tf.TypeSpec):
   """The type of `ReplicaValues`."""
 
-  __slots__ = ["_spec", "_count", "_is_stacked"]
+  __slots__ = ["_count", "_is_stacked", "_spec"]
 
   def __init__(self, spec: tf.TypeSpec, count: int, is_stacked: bool) -> None:
     self._spec, self._count, self._is_stacked = spec, count, is_stacked

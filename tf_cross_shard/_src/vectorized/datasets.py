@@ -174,9 +174,9 @@ def _check(dataset: Any, least_rank: int) -> None:
       continue
     if not isinstance(spec, tf.TensorSpec):
       raise ValueError(
-        f"{where} is a {type(spec).__name__}; replicas of one program take dense"
-        " tensors only. Convert it in dataset.map with tf.sparse.to_dense or"
-        " tf.RaggedTensor.to_tensor."
+        f"{where} is a {type(spec).__name__}; replicas of one program take"
+        " dense tensors only. Convert it in dataset.map with"
+        " tf.sparse.to_dense or tf.RaggedTensor.to_tensor."
       )
     if spec.shape.rank is not None and spec.shape.rank < least_rank:
       raise ValueError(

@@ -22,7 +22,7 @@ from tensorflow.python.distribute import (
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import names as names_lib
-from tf_cross_shard._src.vectorized import (
+from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
   arguments,
   converters,
   datasets,
@@ -86,7 +86,7 @@ class VectorizedStrategy(tf.distribute.Strategy):
     num_replicas = validation.check_integer(
       "num_replicas", num_replicas, "Pass, for example, 8."
     )
-    vectorizer.check_version(kernels, converters)
+    vectorizer.check_version()
     super().__init__(self._extended_class(self, num_replicas, split_batches))
 
   @property
@@ -282,8 +282,9 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       is_stack = isinstance(other, variable.StackedVariable)
       if is_stack and id(other.replica_handle) not in variables:
         raise ValueError(
-          f"{other.name} belongs to another VectorizedStrategy. Create it inside"
-          " `with strategy.scope():` of the strategy that runs the function."
+          f"{other.name} belongs to another VectorizedStrategy. Create it"
+          " inside `with strategy.scope():` of the strategy that runs the"
+          " function."
         )
     outputs = vectorizer.vectorize(
       function,

@@ -1,12 +1,14 @@
 """A variable whose replicas' copies are the rows of one stack.
 
-memory    stack [N, ...], created when a program or the host first needs
-          it. Until then, one initial value for all replicas
-replicas  see a variable of shape [...]: their program is traced with a
-          handle that has this shape and, once there is a stack, no value.
-          `vectorizer` puts the stack in its place
-host      reads row 0, or the sum or mean of the rows if the variable is
-          aggregated on reading, as metrics are; an assignment sets all rows
+The stack has the shape `[N, ...]`. It is created when a program or the host
+first needs it; until then there is one initial value for all replicas.
+
+Replicas see a variable of the shape `[...]`. Their program is traced with a
+handle that has this shape and, once there is a stack, no value. `vectorizer`
+puts the stack in its place.
+
+The host reads row 0, or the sum or mean of the rows if the variable is
+aggregated on reading, as metrics are. An assignment on the host sets all rows.
 """
 
 import functools
@@ -267,15 +269,12 @@ class RowView:
   def sparse_read(self, indices: Any) -> tf.Tensor:
     """Returns the rows of this copy with these indices."""
     indices = tf.convert_to_tensor(indices)
-    pairs = tf.stack(
-      [tf.fill(tf.shape(indices), self._index(indices)), indices], -1
-    )
+    replica = tf.fill(tf.shape(indices), tf.cast(self._replica, indices.dtype))
     return tf.raw_ops.ResourceGatherNd(
-      resource=self._variable.stack_handle, indices=pairs, dtype=self.dtype
+      resource=self._variable.stack_handle,
+      indices=tf.stack([replica, indices], axis=-1),
+      dtype=self.dtype,
     )
-
-  def _index(self, like: tf.Tensor) -> tf.Tensor:
-    return tf.cast(self._replica, like.dtype)
 
   def assign(self, value: Any) -> "RowView":
     """Sets this copy; the copies of other replicas do not change."""

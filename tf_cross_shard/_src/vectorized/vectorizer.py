@@ -42,13 +42,12 @@ Converter = Callable[[Call], Any]
 
 # Converters by the type of operation; `converters` adds its own.
 CONVERTERS: Final[dict[str, Converter]] = {}
-# Operations that may run for replicas that are not in a branch: they change
-# variables through `converters`, or nothing.
+# Stateful operations without a converter here that may run for replicas that
+# are not in a branch.
 _HARMLESS: Final = frozenset(
   {
-    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt"),
-    *("ReadVariableOp", "ResourceGather", "TruncatedNormal", "VariableShape"),
-    *("XlaReplicaId", "XlaAllReduce", "XlaReduceScatter"),
+    *("Placeholder", "RandomStandardNormal", "RandomUniform"),
+    *("RandomUniformInt", "TruncatedNormal"),
   }
 )
 _lock: Final = threading.RLock()
@@ -60,13 +59,8 @@ _of_branches: Final[dict[int, tuple[Wrapped, Wrapped]]] = {}
 _fallback: Final = getattr(pfor, "_fallback_converter", None)
 
 
-def check_version(*modules: Any) -> None:
-  """Raises `NotImplementedError` if TensorFlow lacks a part of pfor.
-
-  Args:
-    *modules: The modules that have registered converters.
-  """
-  del modules
+def check_version() -> None:
+  """Raises `NotImplementedError` if TensorFlow lacks a part of pfor."""
   missing = [name for name in _NEEDED if not hasattr(pfor, name)]
   if missing:
     raise NotImplementedError(
@@ -234,10 +228,9 @@ def cannot_vectorize(operation: str) -> NotImplementedError:
 def _in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
   """Runs an operation that has no converter once for each replica."""
   del root_cause, warn
-  if any(tensor.dtype == tf.resource for tensor in call.op.inputs):
-    # On the stack, the operation would change other numbers.
-    if any(has_stack(call, i) for i in range(call.num_inputs)):
-      raise cannot_vectorize(call.op_type)
+  # On the stack, the operation would read and change other numbers.
+  if any(has_stack(call, i) for i in range(call.num_inputs)):
+    raise cannot_vectorize(call.op_type)
   _looped[call.op_type] += 1
   count = tf.get_static_value(call.pfor.loop_len_vector)
   if count is None or count[0] > _MOST_UNROLLED:
@@ -415,14 +408,10 @@ def _is_harmless(graph: Any) -> bool:
       inner = [graph._get_function(name).graph for name in names]
       if not all(map(_is_harmless, inner)):
         return False
-    elif op.op_def is not None and op.op_def.is_stateful:
-      is_variable = op.type in CONVERTERS and op.type not in ("Assert",)
-      if (
-        op.type not in _HARMLESS
-        and not is_variable
-        and op.type != "Placeholder"
-      ):
-        return False
+      continue
+    is_stateful = op.op_def is not None and op.op_def.is_stateful
+    if is_stateful and op.type not in (*CONVERTERS, *_HARMLESS):
+      return False
   return True
 
 

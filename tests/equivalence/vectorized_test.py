@@ -1,0 +1,338 @@
+"""VectorizedStrategy against MirroredStrategy, by value.
+
+Both train the same model, with different examples on each replica.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  layers,
+  schedules,
+)
+
+keras = tf.keras
+N, BATCH, STEPS = testbed.REPLICAS, 16, 4
+PAIRS, STRIDED = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+SINGLE = [[i] for i in range(N)]
+
+
+def _adam(rate: Any = 0.01, **options: Any) -> Any:
+  # A large epsilon: rounding errors of tiny gradients stay small.
+  return keras.optimizers.Adam(rate, epsilon=1e-3, **options)
+
+
+def _optimizer(
+  groups: Any, make: Callable[[], Any] = _adam, **options: Any
+) -> Callable[[], Any]:
+  return lambda: CrossShardOptimizer(make(), group_assignment=groups, **options)
+
+
+def _scaled(make: Callable[[], Any]) -> Any:
+  mixed = getattr(keras.mixed_precision, "LossScaleOptimizer", None)
+  return (mixed or keras.optimizers.LossScaleOptimizer)(make())
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+  "plain Keras": _adam,
+  "no groups": _optimizer(None),
+  "pairs": _optimizer(PAIRS),
+  "Keras' operations": _optimizer(STRIDED, fused_update=False),
+  "learning rates": _optimizer(
+    SINGLE, lambda: _adam(schedules.PerGroup([0.01, 0.02, 0.005, 0.03]))
+  ),
+  "schedule": _optimizer(
+    PAIRS,
+    lambda: _adam(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)),
+  ),
+  "clipnorm": _optimizer(STRIDED, clipnorm=0.1),
+  "global_clipnorm": _optimizer(PAIRS, global_clipnorm=0.1),
+  "clipping of opt": _optimizer(PAIRS, lambda: _adam(global_clipnorm=0.05)),
+  "bfloat16": _optimizer(
+    PAIRS, lambda: keras.optimizers.SGD(0.1), wire_dtype="bfloat16"
+  ),
+  "skip_nonfinite": _optimizer(SINGLE, skip_nonfinite=True),
+  "accumulate_steps": _optimizer(PAIRS, accumulate_steps=2),
+  "sharded": _optimizer(STRIDED, shard_update=True),
+  "sharded over all": _optimizer(None, shard_update=True),
+  "averages": _optimizer(
+    PAIRS, lambda: _adam(use_ema=True, ema_overwrite_frequency=3)
+  ),
+  "momentum": _optimizer(
+    PAIRS, lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)
+  ),
+  "settings": _optimizer(
+    PAIRS,
+    lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
+    group_settings={"weight_decay": [0.1, 0.3], "beta_1": [0.9, 0.5]},
+  ),
+  "limits": _optimizer(
+    PAIRS, clipnorm=1.0, group_settings={"clipnorm": [0.1, 0.01]}
+  ),
+  "lazy_rows": _optimizer(PAIRS, lazy_rows=True),
+  "loss scale inside": _optimizer(PAIRS, lambda: _scaled(_adam)),
+  "loss scale around": lambda: _scaled(_optimizer(PAIRS)),
+}
+
+
+class Branching(keras.layers.Layer):
+  """Has a branch that depends on the replica's data, and a loop."""
+
+  def build(self, shape: Any) -> None:
+    self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+    super().build(shape)
+
+  def call(self, x: tf.Tensor) -> tf.Tensor:
+    y = tf.cond(
+      tf.reduce_mean(x) > 0.0,
+      lambda: tf.tanh(x @ self.kernel),
+      lambda: tf.sin(x @ self.kernel) * 2.0,
+    )
+    return tf.while_loop(
+      lambda i, y: i < 3, lambda i, y: (i + 1, y * tf.tanh(y)), [0, y]
+    )[1]
+
+
+class OwnStep(keras.Model):
+  """Has a `train_step` of its own."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.hidden = keras.layers.Dense(5, "tanh")
+    self.last = keras.layers.Dense(2)
+
+  def call(self, x: tf.Tensor, training: Any = None) -> tf.Tensor:
+    return self.last(self.hidden(x))
+
+  def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+    x, y = data
+    with tf.GradientTape() as tape:
+      logits = self(x, training=True)
+      loss = tf.reduce_mean(
+        keras.losses.sparse_categorical_crossentropy(
+          y, logits, from_logits=True
+        )
+      )
+    weights = self.trainable_variables
+    grads = tape.gradient(loss, weights)
+    self.optimizer.apply_gradients(zip(grads, weights, strict=True))
+    return {"loss": loss}
+
+
+def _sequential(*stack: Any) -> Any:
+  return keras.Sequential([*stack, keras.layers.Dense(2, name="last")])
+
+
+def _attention() -> Any:
+  x = keras.Input((4, 6))
+  y = keras.layers.MultiHeadAttention(2, 3)(x, x)
+  y = keras.layers.LayerNormalization()(x + y)
+  return keras.Model(x, keras.layers.Dense(2)(keras.layers.Flatten()(y)))
+
+
+_K = keras.layers
+# The shape of an example, and the model.
+MODELS: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
+  "dense": ((6,), lambda: _sequential(_K.Input((6,)), _K.Dense(8, "tanh"))),
+  "convolution": (
+    (6, 6, 1),
+    lambda: _sequential(
+      _K.Input((6, 6, 1)),
+      _K.Conv2D(3, 3, padding="same"),
+      _K.BatchNormalization(),
+      _K.MaxPooling2D(),
+      _K.Flatten(),
+    ),
+  ),
+  "statistics by group": (
+    (6,),
+    lambda: _sequential(
+      _K.Input((6,)), _K.Dense(8), layers.SyncBatchNormalization(PAIRS)
+    ),
+  ),
+  "embedding": (
+    (5,),
+    lambda: _sequential(
+      _K.Input((5,), dtype="int32"), _K.Embedding(20, 4), _K.Flatten()
+    ),
+  ),
+  "recurrent": (
+    (4, 3),
+    lambda: _sequential(
+      _K.Input((4, 3)), _K.LSTM(5, return_sequences=True), _K.GRU(4)
+    ),
+  ),
+  "attention": ((4, 6), _attention),
+  "branches": ((6,), lambda: _sequential(_K.Input((6,)), Branching())),
+  "own train_step": ((6,), OwnStep),
+  "seeded dropout": (
+    (6,),
+    lambda: _sequential(_K.Input((6,)), _K.Dense(8), _K.Dropout(0.5, seed=3)),
+  ),
+}
+
+
+def _train(
+  strategy: Any,
+  model_name: str,
+  make_optimizer: Callable[[], Any],
+  jit: bool = False,
+) -> tuple[list[Any], list[float]]:
+  """Returns every replica's weights and slots, and the losses."""
+  shape, make_model = MODELS[model_name]
+  rng = np.random.default_rng(1)
+  size = BATCH * STEPS
+  if model_name == "embedding":
+    x = rng.integers(0, 20, size=(size, *shape)).astype("int32")
+  else:
+    x = rng.normal(size=(size, *shape)).astype("float32")
+  y = (x.reshape(size, -1).sum(axis=1) > 0).astype("int32")
+  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(
+    BATCH, drop_remainder=True
+  )
+  keras.utils.set_random_seed(0)
+  with strategy.scope():
+    model, optimizer = make_model(), make_optimizer()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=jit)
+  history = testbed.fit(model, data, epochs=2).history
+  variables = [*model.weights, *testbed.variables_of(optimizer)]
+  return list(map(testbed.copies, variables)), history["loss"]
+
+
+def _assert_equal(got: Any, expected: Any) -> None:
+  for own, other in zip(got[0], expected[0], strict=True):
+    np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(got[1], expected[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_options(name: str) -> None:
+  make = OPTIMIZERS[name]
+  expected = _train(testbed.mirrored(), "dense", make)
+  _assert_equal(_train(VectorizedStrategy(N), "dense", make), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+  if name == "seeded dropout" and testbed.IS_TF_KERAS:
+    pytest.skip("Each replica of tf_keras has a generator of its own.")
+  make = OPTIMIZERS["pairs"]
+  expected = _train(testbed.mirrored(), name, make)
+  _assert_equal(_train(VectorizedStrategy(N), name, make), expected)
+
+
+@pytest.mark.parametrize("name", ["learning rates", "skip_nonfinite"])
+def test_compiled_by_xla(name: str) -> None:
+  make = OPTIMIZERS[name]
+  expected = _train(testbed.mirrored(), "dense", make)
+  got = _train(VectorizedStrategy(N), "dense", make, jit=True)
+  _assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("groups", [None, PAIRS, STRIDED, SINGLE])
+def test_integers_are_summed_exactly(groups: Any) -> None:
+  strategy = VectorizedStrategy(N)
+  with strategy.scope():
+    weight = tf.Variable([0.0, 64.0])
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), "sum", group_assignment=groups
+    )
+    optimizer.build([weight])
+  grads = testbed.per_replica(
+    strategy, [[2.0**i, 2.0 ** (i + 4)] for i in range(N)]
+  )
+  strategy.run(
+    lambda g: optimizer.apply_gradients([(g, weight)]), args=(grads,)
+  )
+  for members in groups or [range(N)]:
+    total = sum(2.0**i for i in members)
+    for i in members:
+      assert testbed.copies(weight)[i].tolist() == [-total, 64 - 16 * total]
+
+
+def test_a_nan_in_one_group_skips_that_group_alone() -> None:
+  strategy = VectorizedStrategy(N)
+  with strategy.scope():
+    weight = tf.Variable(8.0)
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.SGD(1.0),
+      "sum",
+      group_assignment=PAIRS,
+      skip_nonfinite=True,
+    )
+    optimizer.build([weight])
+  grads = testbed.per_replica(strategy, [1.0, 2.0, np.nan, 4.0])
+  strategy.run(
+    lambda g: optimizer.apply_gradients([(g, weight)]), args=(grads,)
+  )
+  assert [float(copy) for copy in testbed.copies(weight)] == [5.0] * 2 + [
+    8.0
+  ] * 2
+  assert testbed.copies(optimizer.skipped_steps) == [0, 0, 1, 1]
+
+
+def test_only_the_last_call_of_a_window_sums() -> None:
+  """The condition is the same everywhere, so one branch runs."""
+  strategy = VectorizedStrategy(N)
+  with strategy.scope():
+    weight = tf.Variable(0.0)
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), "sum", accumulate_steps=2
+    )
+    optimizer.build([weight])
+
+  @tf.function
+  def step(grads: Any) -> None:
+    strategy.run(
+      lambda g: optimizer.apply_gradients([(g, weight)]), args=(grads,)
+    )
+
+  grads = testbed.per_replica(strategy, [1.0, 2.0, 4.0, 8.0])
+  step(grads)
+  assert [float(copy) for copy in testbed.copies(weight)] == [0.0] * N
+  step(grads)
+  assert [float(copy) for copy in testbed.copies(weight)] == [-15.0] * N
+  graph = step.get_concrete_function(grads).graph
+  assert "If" in {operation.type for operation in graph.get_operations()}
+
+
+def test_values_on_the_host(tmp_path: Any) -> None:
+  """Weights, checkpoints and replica_state, for groups that differ."""
+  from tf_cross_shard import replica_state  # noqa: PLC0415
+
+  def make(strategy: Any) -> tuple[Any, Any]:
+    with strategy.scope():
+      model = testbed.network(1)
+      optimizer = CrossShardOptimizer(
+        _adam(schedules.PerGroup([0.1, 0.2, 0.3, 0.4])), group_assignment=SINGLE
+      )
+      model.compile(optimizer, "mse")
+      testbed.build(optimizer, model.trainable_variables)
+    return model, optimizer
+
+  model, optimizer = make(VectorizedStrategy(N))
+  x = np.random.default_rng(0).normal(size=(2 * N, 3)).astype("float32")
+  model.fit(x, x[:, :1], batch_size=2 * N, epochs=3, verbose=0)
+  trained = [testbed.copies(v) for v in model.weights]
+  assert not np.array_equal(trained[0][0], trained[0][1])
+  np.testing.assert_array_equal(model.get_weights()[0], trained[0][0])
+  replica_state.save(tmp_path / "state", optimizer, model)
+  tf.train.Checkpoint(model=model).write(os.fspath(tmp_path / "first"))
+  model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+  assert not any(np.any(copy) for copy in testbed.copies(model.weights[0]))
+  for strategy in (VectorizedStrategy(N), testbed.mirrored()):
+    other, other_optimizer = make(strategy)
+    replica_state.restore(tmp_path / "state", other_optimizer, other)
+    for variable, copies in zip(other.weights, trained, strict=True):
+      np.testing.assert_array_equal(testbed.copies(variable), copies)
+  tf.train.Checkpoint(model=model).read(os.fspath(tmp_path / "first"))
+  np.testing.assert_array_equal(model.get_weights()[0], trained[0][0])

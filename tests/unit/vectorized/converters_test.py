@@ -1,0 +1,205 @@
+"""Operations on variables, control flow and random numbers, by replica.
+
+Each test compares the replicas with calls of the same function on variables
+without a strategy.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import VectorizedStrategy
+
+N = 3
+VALUES = [-1.5, 0.25, 2.0]
+TABLE = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+Step = Callable[[Any, tf.Tensor], Any]
+
+
+def _compare(
+  step: Step, initial: Any = TABLE, jit: bool | None = None, rtol: float = 1e-6
+) -> None:
+  """Compares results and variables with separate calls."""
+  strategy = VectorizedStrategy(N)
+  with strategy.scope():
+    variable = tf.Variable(initial)
+  given = testbed.per_replica(strategy, VALUES)
+
+  def run(x: Any) -> Any:
+    return strategy.run(lambda x: step(variable, x), (x,))
+
+  result = tf.function(run, jit_compile=jit)(given)
+  for i, value in enumerate(VALUES):
+    plain = tf.Variable(initial)
+    expected = tf.function(lambda x, v=plain: step(v, x))(tf.constant(value))
+    np.testing.assert_allclose(testbed.copies(variable)[i], plain, rtol=rtol)
+    if expected is not None:
+      own = strategy.experimental_local_results(result)[i]
+      np.testing.assert_allclose(own, expected, rtol=rtol)
+
+
+def _index(x: tf.Tensor) -> tf.Tensor:
+  """Returns 0 for the first two values and 2 for the third."""
+  return tf.cast(tf.maximum(x, 0.0), tf.int32)
+
+
+def _slices(x: tf.Tensor) -> tf.IndexedSlices:
+  return tf.IndexedSlices([[x, 1.0], [2.0, x]], [_index(x), 3])
+
+
+def _assign_row(variable: Any, x: tf.Tensor) -> None:
+  variable[1].assign([x, 7.0])
+
+
+ON_VARIABLES: dict[str, Step] = {
+  "assign": lambda v, x: v.assign(v * x),
+  "add": lambda v, x: v.assign_add(tf.fill([4, 2], x)),
+  "sub": lambda v, x: v.assign_sub(tf.fill([4, 2], x)),
+  "gather": lambda v, x: v.sparse_read([_index(x), 1]),
+  "gather same": lambda v, x: v.sparse_read([1, 0]) + x,
+  "gather_nd": lambda v, x: v.gather_nd([[_index(x), 1]]),
+  "scatter add": lambda v, x: v.scatter_add(_slices(x)),
+  "scatter sub": lambda v, x: v.scatter_sub(_slices(x)),
+  "scatter update": lambda v, x: v.scatter_update(_slices(x)),
+  "scatter max": lambda v, x: v.scatter_max(_slices(x)),
+  "scatter_nd": lambda v, x: v.scatter_nd_add([[_index(x), 0]], [x]),
+  "row": _assign_row,
+  "shape": lambda v, x: tf.cast(tf.shape(v), tf.float32) * x,
+}
+
+
+@pytest.mark.parametrize("name", ON_VARIABLES)
+@pytest.mark.parametrize("where", ["outside", "branch", "compiled"])
+def test_operations_on_variables(name: str, where: str) -> None:
+  """In a branch, only replicas with positive values take part."""
+  operate = ON_VARIABLES[name]
+  if where == "compiled" and name == "scatter max":
+    pytest.skip("XLA has no ResourceScatterNdMax.")
+
+  def step(variable: Any, x: tf.Tensor) -> Any:
+    if where != "branch":
+      result = operate(variable, x)
+      return None if result is None else tf.convert_to_tensor(result)
+    return tf.cond(
+      x > 0.0,
+      lambda: (operate(variable, x), tf.constant(1.0))[1],
+      lambda: tf.constant(2.0),
+    )
+
+  _compare(step, jit=True if where == "compiled" else None)
+
+
+def _steps_of_its_own(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  """Replicas leave this loop after different numbers of iterations."""
+  count = tf.constant(0.0)
+  while tf.reduce_sum(variable) < 40.0 + 10.0 * x:
+    variable.assign_add(tf.ones_like(variable))
+    count += 1.0
+  return count
+
+
+def _gradient_through_loop(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = tf.while_loop(
+      lambda i, y: i < 4,
+      lambda i, y: (i + 1, tf.sin(y) + variable * x),
+      [0, tf.ones([4, 2])],
+    )[1]
+  return tape.gradient(y, x)
+
+
+def _nested(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  def positive() -> tf.Tensor:
+    variable.assign_add(tf.ones([4, 2]))
+    return tf.cond(
+      x > 1.0,
+      lambda: tf.reduce_sum(variable.assign_add(tf.ones([4, 2]))),
+      lambda: tf.reduce_sum(variable) * 2.0,
+    )
+
+  return tf.cond(x > 0.0, positive, lambda: x)
+
+
+CONTROL_FLOW: dict[str, Step] = {
+  "nested branches": _nested,
+  "own number of steps": _steps_of_its_own,
+  "gradient of a loop": _gradient_through_loop,
+  "an assertion": lambda v, x: tf.cond(
+    x > 0.0,
+    lambda: (tf.debugging.assert_positive(x), v.assign_add(v))[1] * 1.0,
+    lambda: v * 3.0,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", CONTROL_FLOW)
+def test_control_flow(name: str) -> None:
+  _compare(CONTROL_FLOW[name])
+
+
+def test_gradients_of_branches() -> None:
+  """Branches keep different tensors, which their gradients read."""
+
+  def step(variable: Any, x: tf.Tensor) -> tf.Tensor:
+    with tf.GradientTape() as tape:
+      tape.watch(x)
+      y = tf.cond(
+        x > 0.0,
+        lambda: tf.reduce_sum(tf.tanh(variable * x)) * x,
+        lambda: tf.reduce_sum(tf.sin(variable[0] * x) * tf.exp(variable[1])),
+      )
+    return tape.gradient(y, x)
+
+  _compare(step, rtol=1e-5)
+
+
+def test_a_loop_with_gradients_that_replicas_leave_one_by_one() -> None:
+  def step(variable: Any, x: tf.Tensor) -> Any:
+    with tf.GradientTape() as tape:
+      tape.watch(x)
+      y = tf.while_loop(
+        lambda y: tf.reduce_sum(y) < 9.0, lambda y: [y * y + 1.0], [x]
+      )
+    return tape.gradient(y, x)
+
+  with pytest.raises(
+    NotImplementedError, match=r"While, a loop with gradients"
+  ):
+    _compare(step)
+
+
+class TestRandomNumbers:
+  def _draw(self, draw: Callable[[], tf.Tensor]) -> list[Any]:
+    strategy = VectorizedStrategy(N)
+    result = strategy.run(draw)
+    return testbed.per_replica_results(strategy, result)
+
+  def test_each_replica_draws_its_own(self) -> None:
+    for draw in (
+      lambda: tf.random.normal([]),
+      lambda: tf.random.uniform([], seed=3),
+      lambda: tf.nn.dropout(tf.ones([64]), 0.5),
+    ):
+      assert len({str(own) for own in self._draw(draw)}) == N
+
+  def test_the_same_seed_gives_the_same_numbers(self) -> None:
+    numbers = self._draw(lambda: tf.random.stateless_normal([2], [1, 2]))
+    plain = tf.random.stateless_normal([2], [1, 2]).numpy().tolist()
+    assert numbers == [plain] * N
+
+  def test_seeds_of_replicas(self) -> None:
+    def draw() -> tf.Tensor:
+      seed = tf.stack([testbed.replica_id(), 5])
+      return tf.random.stateless_uniform([2], seed)
+
+    expected = [
+      tf.random.stateless_uniform([2], [i, 5]).numpy().tolist()
+      for i in range(N)
+    ]
+    assert self._draw(draw) == expected

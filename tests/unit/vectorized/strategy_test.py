@@ -1,0 +1,284 @@
+"""VectorizedStrategy as a user sees it.
+
+tests/unit/virtual_tpu/strategy_test.py tests what both strategies share.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  groups,
+  schedules,
+)
+
+N = 3
+
+
+@pytest.fixture
+def strategy() -> VectorizedStrategy:
+  return VectorizedStrategy(N)
+
+
+def _ids(strategy: VectorizedStrategy) -> Any:
+  return testbed.per_replica(strategy, [0.0, 1.0, 2.0])
+
+
+def _copies(variable: Any) -> list[Any]:
+  return [copy.tolist() for copy in testbed.copies(variable)]
+
+
+RUN: dict[str, Callable[..., Any]] = {
+  "eager": lambda strategy, fn, *args: strategy.run(fn, args),
+  "function": lambda strategy, fn, *args: tf.function(
+    lambda *x: strategy.run(fn, x)
+  )(*args),
+  "compiled": lambda strategy, fn, *args: tf.function(
+    lambda *x: strategy.run(fn, x), jit_compile=True
+  )(*args),
+  "compiled inside": lambda strategy, fn, *args: strategy.run(
+    tf.function(fn, jit_compile=True), args
+  ),
+}
+each_way = pytest.mark.parametrize("way", RUN)
+
+
+@each_way
+def test_every_replica_has_its_own_copy(
+  way: str, strategy: VectorizedStrategy
+) -> None:
+  with strategy.scope():
+    weight = tf.Variable([1.0, 2.0])
+
+  def step(x: tf.Tensor) -> tf.Tensor:
+    weight.assign_add([x, 10.0 * x])
+    return tf.reduce_sum(weight)
+
+  result = RUN[way](strategy, step, _ids(strategy))
+  assert testbed.per_replica_results(strategy, result) == [3.0, 14.0, 25.0]
+  assert _copies(weight) == [[1.0, 2.0], [2.0, 12.0], [3.0, 22.0]]
+
+
+@each_way
+def test_a_function_that_returns_nothing(
+  way: str, strategy: VectorizedStrategy
+) -> None:
+  with strategy.scope():
+    weight = tf.Variable(1.0)
+
+  def inner(x: tf.Tensor) -> None:
+    tf.cond(x > 1.0, lambda: weight.assign(5.0 * x), lambda: weight * 1.0)
+    for _ in tf.range(2):
+      weight.assign_sub(x)
+
+  def step(x: tf.Tensor) -> None:
+    tf.function(inner)(x)
+
+  assert RUN[way](strategy, step, _ids(strategy)) is None
+  assert _copies(weight) == [1.0, -1.0, 6.0]
+
+
+def test_one_stack_in_place_of_copies(strategy: VectorizedStrategy) -> None:
+  """The handle that programs capture keeps no second value."""
+  with strategy.scope():
+    weight = tf.Variable(tf.ones([4, 5]))
+  strategy.run(lambda: weight.assign_add(tf.ones([4, 5])))
+  kept = tf.raw_ops.ReadVariableOp(
+    resource=weight.replica_handle, dtype=tf.float32
+  )
+  assert kept.shape == [0]
+  assert weight.read_stack().shape == [N, 4, 5]
+  assert weight.shape == [4, 5]
+  np.testing.assert_array_equal(weight.numpy(), np.full([4, 5], 2.0))
+
+
+def test_the_number_of_replicas_is_checked() -> None:
+  for number in (0, True, 2.0):
+    with pytest.raises(ValueError, match=r"`num_replicas` must be an integer"):
+      VectorizedStrategy(number)  # type: ignore[arg-type]
+
+
+def test_variables_of_another_strategy(strategy: VectorizedStrategy) -> None:
+  with VectorizedStrategy(N).scope():
+    foreign = tf.Variable(1.0, name="foreign")
+  with pytest.raises(ValueError, match=r"foreign:0 belongs to another"):
+    strategy.run(lambda: foreign + 1.0)
+
+
+def test_variables_from_outside_of_the_scope(
+  strategy: VectorizedStrategy,
+) -> None:
+  shared = tf.Variable(1.0)
+  result = strategy.run(lambda x: x * shared, (_ids(strategy),))
+  assert testbed.per_replica_results(strategy, result) == [0.0, 1.0, 2.0]
+  strategy.run(lambda x: shared.assign_add(x), (_ids(strategy),))
+  strategy.run(lambda: shared.assign_sub(1.0))
+  assert float(shared.numpy()) == 1.0  # 1 + (0 + 1 + 2) - 3 * 1
+  with pytest.raises(ValueError, match=r"Replicas assign different values"):
+    strategy.run(lambda x: shared.assign(x), (_ids(strategy),))
+
+
+class TestOperationsWithoutConverter:
+  def test_run_in_a_loop_and_are_named_once(
+    self, strategy: VectorizedStrategy, caplog: pytest.LogCaptureFixture
+  ) -> None:
+    x = np.random.default_rng(0).normal(size=(N, 2, 5, 5, 1)).astype("float32")
+    with strategy.scope():
+      kernel = tf.Variable(tf.ones([2, 2, 1, 3]))
+
+    def convolve(x: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+      kernel.assign_add(tf.fill([2, 2, 1, 3], own))
+      y = tf.nn.conv2d(x, kernel, 1, "VALID")
+      return tf.nn.conv2d(tf.abs(y), tf.ones([1, 1, 3, 1]), 1, "VALID")
+
+    with caplog.at_level(logging.INFO, "tf_cross_shard"):
+      result = strategy.run(
+        convolve, (testbed.per_replica(strategy, list(x)), _ids(strategy))
+      )
+    [record] = caplog.records
+    assert "once for each replica" in record.getMessage()
+    assert "Conv2D (1)" in record.getMessage()
+    for i, own in enumerate(strategy.experimental_local_results(result)):
+      filters = tf.fill([2, 2, 1, 3], 1.0 + i)
+      plain = 3.0 * tf.abs(tf.nn.conv2d(x[i], filters, 1, "VALID"))[..., :1]
+      np.testing.assert_allclose(own, plain, rtol=1e-5)
+
+  def test_on_variables_are_errors(self, strategy: VectorizedStrategy) -> None:
+    with strategy.scope():
+      weight = tf.Variable([1.0, 2.0])
+
+    def step() -> None:
+      tf.raw_ops.ResourceScatterMul(
+        resource=weight.handle, indices=[0], updates=[2.0]
+      )
+
+    words = r"vectorize the operation ResourceScatterMul.*vectorized=False"
+    with pytest.raises(NotImplementedError, match=words):
+      strategy.run(step)
+    assert _copies(weight) == [[1.0, 2.0]] * N
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_reduce_and_gather(
+  in_function: bool, strategy: VectorizedStrategy
+) -> None:
+  def combine(values: Any) -> Any:
+    values = strategy.run(lambda x: tf.stack([x, 1.0]), (values,))
+    return (
+      strategy.reduce("SUM", values, axis=None),
+      strategy.reduce("MEAN", values, axis=0),
+      strategy.gather(values, axis=0),
+    )
+
+  call = tf.function(combine) if in_function else combine
+  total, mean, gathered = call(_ids(strategy))
+  assert total.numpy().tolist() == [3.0, 3.0]
+  assert float(mean) == 1.0
+  assert gathered.numpy().tolist() == [0.0, 1.0, 1.0, 1.0, 2.0, 1.0]
+
+
+class TestDatasets:
+  def _elements(self, strategy: VectorizedStrategy, size: int) -> list[Any]:
+    data = tf.data.Dataset.range(12).batch(size)
+    distributed = strategy.experimental_distribute_dataset(data)
+    return [
+      testbed.per_replica_results(strategy, element) for element in distributed
+    ]
+
+  def test_split(self, strategy: VectorizedStrategy) -> None:
+    assert self._elements(strategy, 6)[0] == [[0, 1], [2, 3], [4, 5]]
+
+  def test_whole_batches(self) -> None:
+    shared = VectorizedStrategy(N, split_batches=False)
+    assert self._elements(shared, 5)[-1] == [[10, 11]] * N
+
+  def test_from_a_function(self, strategy: VectorizedStrategy) -> None:
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+      size = context.get_per_replica_batch_size(6)
+      return tf.data.Dataset.range(12).batch(size)
+
+    data = strategy.distribute_datasets_from_function(make)
+    elements = [testbed.per_replica_results(strategy, x) for x in data]
+    assert elements[1] == [[6, 7], [8, 9], [10, 11]]
+
+  def test_uneven_batches_are_errors(
+    self, strategy: VectorizedStrategy
+  ) -> None:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="split_batches"):
+      self._elements(strategy, 5)
+    data = tf.data.Dataset.range(12).batch(5, drop_remainder=True)
+    with pytest.raises(ValueError, match=r"drop_remainder.*has 5 examples"):
+      strategy.experimental_distribute_dataset(data)
+
+  def test_what_is_not_dense(self, strategy: VectorizedStrategy) -> None:
+    ragged = tf.ragged.constant([[1], [2, 3], [4]])
+    data = tf.data.Dataset.from_tensors({"x": ragged})
+    with pytest.raises(ValueError, match=r"'x' is a RaggedTensorSpec"):
+      strategy.experimental_distribute_dataset(data)
+    scalars = tf.data.Dataset.range(3)
+    with pytest.raises(ValueError, match=r"no rows to split"):
+      strategy.experimental_distribute_dataset(scalars)
+
+
+def test_whole_batches_train_as_separate_fits() -> None:
+  """Weights, losses, metrics and validation, of different learning rates."""
+  rates, steps, size = [0.5, 0.1, 0.02], 5, 8
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(steps * size, 3)).astype("float32")
+  y = x.sum(axis=1, keepdims=True)
+  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+
+  def fit(model: Any) -> Any:
+    return model.fit(
+      data, epochs=2, verbose=0, validation_data=data, shuffle=False
+    ).history
+
+  histories = []
+  plain_weights = []
+  for rate in rates:
+    plain = testbed.network(1)
+    plain.compile(tf.keras.optimizers.SGD(rate / 10), "mse", metrics=["mae"])
+    histories.append(fit(plain))
+    plain_weights.append(plain.get_weights())
+  shared = VectorizedStrategy(N, split_batches=False)
+  with shared.scope():
+    model = testbed.network(1)
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.SGD(schedules.PerGroup([r / 10 for r in rates])),
+      group_assignment=groups.singletons(N),
+    )
+    model.compile(optimizer, "mse", metrics=["mae"])
+  history = fit(model)
+  for number, variable in enumerate(model.weights):
+    for copy, own in zip(testbed.copies(variable), plain_weights, strict=True):
+      np.testing.assert_allclose(copy, own[number], rtol=1e-5, atol=1e-6)
+  for name, values in history.items():
+    means = np.mean([own[name] for own in histories], axis=0)
+    np.testing.assert_allclose(values, means, rtol=1e-5)
+
+
+def test_evaluate_and_predict_warn_at_the_call(
+  caplog: pytest.LogCaptureFixture, strategy: VectorizedStrategy
+) -> None:
+  x = np.ones([2 * N, 3], np.float32)
+  for call in ("evaluate", "predict"):
+    with strategy.scope():
+      model = testbed.network(1)
+      model.compile(
+        CrossShardOptimizer("sgd", group_assignment=groups.singletons(N)), "mse"
+      )
+    caplog.clear()
+    for _ in range(2):
+      if call == "evaluate":
+        model.evaluate(x, x[:, :1], batch_size=2 * N, verbose=0)
+      else:
+        model.predict(x, batch_size=2 * N, verbose=0)
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum("describes none of the groups" in text for text in texts) == 1
