@@ -96,11 +96,9 @@ def test_operations_on_variables(name: str, where: str) -> None:
 
 def _steps_of_its_own(variable: Any, x: tf.Tensor) -> tf.Tensor:
   """Replicas leave this loop after different numbers of iterations."""
-  count = tf.constant(0.0)
-  while tf.reduce_sum(variable) < 40.0 + 10.0 * x:
-    variable.assign_add(tf.ones_like(variable))
-    count += 1.0
-  return count
+  return tf.while_loop(
+    lambda count: count < 2.0 + x, lambda count: [count + 1.0], [0.0]
+  )[0] + tf.reduce_sum(variable)
 
 
 def _gradient_through_loop(variable: Any, x: tf.Tensor) -> tf.Tensor:

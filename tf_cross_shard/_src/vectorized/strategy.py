@@ -184,6 +184,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     self._variables: weakref.WeakValueDictionary[int, Any] = (
       weakref.WeakValueDictionary()
     )
+    self._num_created = 0
     # Functions that were called eagerly, by what owns them.
     self._functions: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
       weakref.WeakKeyDictionary()
@@ -331,9 +332,9 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       )
       return function.get_concrete_function(*given.specs)
 
-    before = set(self._variables)
+    before = self._num_created
     function = build()
-    if not before.issuperset(self._variables):
+    if self._num_created != before:
       # The first trace created variables, such as slots, and Python code may
       # have branched on their absence. Trace again, as tf.function does.
       function = build()
@@ -370,6 +371,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     with tf.init_scope(), tf.device(self._device):
       created = variable.StackedVariable(count=self._count, **kwargs)
     self._variables[id(created.replica_handle)] = created
+    self._num_created += 1
     return created
 
   def _update(
