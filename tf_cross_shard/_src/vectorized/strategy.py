@@ -7,6 +7,7 @@ the graph, so that every tensor that differs between replicas has a first axis
 of N rows. In the device's eyes there is one program with larger tensors.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -248,7 +249,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     """
     # Python creates a new bound method at each lookup: its object owns it.
     method = getattr(fn, "__func__", None)
-    owner: Any = fn if method is None else fn.__self__
+    owner: Any = fn if method is None else getattr(fn, "__self__", fn)
     try:
       known = self._functions.setdefault(owner, {})
       kept: Any = weakref.ref(fn) if method is None else weakref.WeakMethod(fn)
@@ -256,7 +257,8 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       known, kept = {}, lambda: fn
     if method not in known:
       strategy = self._container_strategy()
-      run = super(VectorizedStrategy, strategy).run
+      # In a tf.function, the strategy's own method would look for `fn` again.
+      run = functools.partial(tf.distribute.Strategy.run, strategy)
 
       def run_all(args: Any, kwargs: Any) -> Any:
         return run(kept(), args, kwargs, options)
@@ -464,25 +466,27 @@ def _stacked_variable(value: Any) -> variable.StackedVariable | None:
   return native if isinstance(native, variable.StackedVariable) else None
 
 
-def _evaluated_model(fn: Any) -> Any:
+def _evaluated_model(fn: Any, depth: int = 4) -> Any:
   """Returns the Keras model whose `evaluate` or `predict` passes `fn` to `run`.
 
-  Keras passes a method of the model, or a function that calls it.
+  Keras passes a method of the model, or nested functions that call it.
   """
   fn = getattr(fn, "python_function", fn)
   model = getattr(fn, "__self__", None)
   if model is not None:
-    is_one = fn.__name__ in ("test_step", "predict_step")
+    is_one = getattr(fn, "__name__", "") in ("test_step", "predict_step")
     return model if is_one and hasattr(model, "optimizer") else None
   name = getattr(fn, "__qualname__", "")
   makers = "make_test_function", "make_predict_function"
-  for cell in getattr(fn, "__closure__", None) or ():
-    value = cell.cell_contents
-    if any(maker in name for maker in makers) and hasattr(value, "optimizer"):
-      return value
-    if "autoconvert_optionals" in name and callable(value):
-      return _evaluated_model(value)
-  return None
+  evaluates = any(maker in name for maker in makers)
+  if not depth or not (evaluates or "autoconvert_optionals" in name):
+    return None
+  values = [
+    cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()
+  ]
+  models = [v for v in values if evaluates and hasattr(v, "optimizer")]
+  models += [_evaluated_model(v, depth - 1) for v in values if callable(v)]
+  return next((found for found in models if found is not None), None)
 
 
 def _differs(value: Any) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import base as trackable
 
 from tf_cross_shard._src.vectorized import replica_context
 
@@ -170,6 +171,10 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return self._assign_stack(
       tf.raw_ops.AssignSubVariableOp, self._share(delta)
     )
+
+  def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+    """Sets all copies to the value in a `tf.train.Checkpoint`."""
+    return self.assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
   def _share(self, value: tf.Tensor) -> tf.Tensor:
     """Returns what each copy gets of a value that the host assigns."""

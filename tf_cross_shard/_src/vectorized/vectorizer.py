@@ -56,7 +56,7 @@ _replaced: Final[dict[str, Converter]] = {}
 _looped: collections.Counter[str] = collections.Counter()
 # The optionals of both branches, by the id of the one that stands for both.
 _of_branches: Final[dict[int, tuple[Wrapped, Wrapped]]] = {}
-_fallback: Final = getattr(pfor, "_fallback_converter", None)
+_fallback: Final[Any] = getattr(pfor, "_fallback_converter", None)
 
 
 def check_version() -> None:
