@@ -307,7 +307,7 @@ def test_only_the_last_call_of_a_window_sums() -> None:
 
 def test_values_on_the_host(tmp_path: Any) -> None:
   """Weights, checkpoints and replica_state, for groups that differ."""
-  from tf_cross_shard import replica_state  # noqa: PLC0415
+  from tf_cross_shard import replica_state
 
   def make(strategy: Any) -> tuple[Any, Any]:
     with strategy.scope():
