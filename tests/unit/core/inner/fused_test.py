@@ -13,6 +13,7 @@ import tf_keras
 from tests.support import oracle, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
+from tf_cross_shard._src.core.inner import fused
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 STEPS = 200
