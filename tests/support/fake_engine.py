@@ -66,13 +66,11 @@ class FakeEngine(engine_lib.Engine):
     groups: groups_lib.Groups,
     replica: int,
     table: _Rendezvous,
-    supports_sparse: bool = True,
   ) -> None:
     super().__init__(tf.distribute.get_strategy(), groups)
     self.replica = replica
     self.sent: list[tf.Tensor] = []
     self.table = table
-    self.supports_sparse = supports_sparse
 
   @property
   def num_replicas(self) -> int:
@@ -112,14 +110,12 @@ def _widened(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def engines(
-  groups: groups_lib.Groups = PAIRS, supports_sparse: bool = True
+  groups: groups_lib.Groups = PAIRS,
 ) -> list[FakeEngine]:
   """Returns the engines of all replicas, in the order of the replicas."""
   tables = [_Rendezvous(sorted(members)) for members in groups]
   return [
-    FakeEngine(
-      groups, replica, tables[groups.index_of(replica)], supports_sparse
-    )
+    FakeEngine(groups, replica, tables[groups.index_of(replica)])
     for replica in range(groups.num_replicas)
   ]
 

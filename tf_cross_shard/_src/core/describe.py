@@ -157,7 +157,7 @@ def _ways(
     in_function=True,
   )
   # Accumulated gradients are dense.
-  is_sparse = engine.supports_sparse and step.calls_per_step == 1
+  is_sparse = step.tables.keeps_rows and step.calls_per_step == 1
   is_sparse &= not step.tables.clips_to_dense(variables)
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]

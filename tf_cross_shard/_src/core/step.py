@@ -178,7 +178,9 @@ class Step:
     With f the loss factor (1 unless `scale_gradients`) and g a gradient:
     clip(f * g).
     """
-    grads = wire_lib.make_reducible(call.grads, call.variables, self.engine)
+    grads = call.grads
+    if not self.tables.keeps_rows:
+      grads = list(map(row_sparse.to_dense, grads, call.variables))
     factor = self.convention.for_gradients()
     if factor != 1:
       grads = [row_sparse.times(grad, factor) for grad in grads]

@@ -345,6 +345,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
   # The core's collectives look for these methods: a strategy that has them runs
   # its replicas as one program.
   adds_in_float32 = True
+  gathers_rows = True
   cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
   all_to_all = staticmethod(replica_context.all_to_all)
   same_on_all_replicas = staticmethod(replica_context.same_on_all_replicas)

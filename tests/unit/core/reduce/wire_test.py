@@ -38,20 +38,11 @@ def _mixed(mark: float) -> list[Any]:
   ]
 
 
-def _variables() -> list[Any]:
-  shapes = [([2], "float32"), ([4], "float32"), ([3, 1], "float32")]
-  shapes += [([1, 1], "float16"), ([], "float32")]
-  return [tf.Variable(tf.zeros(shape, dtype)) for shape, dtype in shapes]
-
-
 def test_sum_of_dense_sparse_and_none_gradients_keeps_order() -> None:
   engines = fake_engine.engines()
 
   def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
-    grads = _mixed(MARKS[engine.replica])
-    kept = wire.make_reducible(grads, _variables(), engine)
-    assert kept == grads
-    return wire.Wire(engine).sum(kept)
+    return wire.Wire(engine).sum(_mixed(MARKS[engine.replica]))
 
   for sums, total in zip(fake_engine.run(reduce, engines), SUMS, strict=True):
     np.testing.assert_array_equal(sums[0], [total, 2 * total])
@@ -66,17 +57,6 @@ def test_sum_of_dense_sparse_and_none_gradients_keeps_order() -> None:
   sent = [tensor.dtype.name for tensor in engines[0].sent]
   assert sorted(sent[:2]) == ["float16", "float32"]
   assert sent[2:] == ["float32", "int32"]
-
-
-def test_rows_become_dense_where_they_cannot_be_gathered() -> None:
-  def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
-    grads = _mixed(MARKS[engine.replica])
-    dense = wire.make_reducible(grads, _variables(), engine)
-    return wire.Wire(engine).sum(dense)
-
-  found = fake_engine.run(reduce, fake_engine.engines(supports_sparse=False))
-  for sums, total in zip(found, SUMS, strict=True):
-    np.testing.assert_array_equal(sums[2], [[2 * total], [0.0], [5 * total]])
 
 
 def test_groups_of_one_send_nothing() -> None:

@@ -18,20 +18,6 @@ from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.reduce import layout as layouts
 
 
-def make_reducible(
-  grads: Sequence[Gradient],
-  variables: Sequence[Any],
-  engine: engines.Engine,
-) -> list[Gradient]:
-  """Makes sparse gradients dense if the engine cannot gather rows."""
-  if engine.supports_sparse:
-    return list(grads)
-  return [
-    row_sparse.to_dense(grad, variable)
-    for grad, variable in zip(grads, variables, strict=True)
-  ]
-
-
 class Wire:
   """Sums gradients over a group; rounds them to `wire_dtype` to send them.
 
@@ -70,8 +56,8 @@ class Wire:
     the rows that one device would have for the whole batch of the group.
 
     Args:
-      grads: Gradients from `make_reducible`. At one position, all members have
-        the same kind of gradient: dense, sparse or None.
+      grads: The gradients. At one position, all members have the same kind of
+        gradient: dense, None or, if the engine supports it, sparse.
     """
     scale = self._scale()
     if scale is not None:
