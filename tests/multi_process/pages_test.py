@@ -2,8 +2,9 @@
 
 Each block of Python runs as it stands, in a namespace of its own. All blocks
 run in this process, which has the four logical CPUs that they need. Blocks for
-several machines run as two workers on this machine. The blocks of two pages
-build on each other, and have tests of their own.
+several machines run as two workers on this machine. The blocks of
+docs/multi_worker.md have a test of their own, and those of docs/migration.md
+build on each other.
 """
 
 import pathlib
@@ -27,7 +28,8 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/updates.md": 5,
   "docs/virtual_tpu.md": 1,
 }
-ELSEWHERE = {"docs/migration.md", "docs/multi_worker.md"}
+MIGRATION = "docs/migration.md"
+ELSEWHERE = {MIGRATION, "docs/multi_worker.md"}
 WORKERS = {  # What two workers print, by page and number.
   ("docs/coming_from.md", 0): ["trained to 2.0", "trained to 2.0"],
 }
@@ -64,3 +66,15 @@ def test_program_runs_and_prints_what_the_page_says(
   for worker, line in zip(printed, WORKERS[page, number], strict=True):
     assert re.search(rf"^{line}$", worker.output, re.MULTILINE)
     assert line in pages.text(page)
+
+
+def test_migration_continues_from_the_checkpoint_and_runs_twice(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  before, after, towers, read = pages.blocks(MIGRATION, "python")
+  # The printed lines are shown below `after`, so nothing may follow it.
+  for _ in range(2):
+    pages.check(MIGRATION, before + after, tmp_path, shown_after=after)
+  pages.check(MIGRATION, before + after + read, tmp_path, shown_after=after)
+  pages.check(MIGRATION, towers, tmp_path)

@@ -62,3 +62,9 @@ def test_design_names_the_modules() -> None:
   there = {x.name + "/" for x in root.iterdir() if (x / "__init__.py").exists()}
   there |= {x.name for x in root.glob("*.py")}
   assert set(named) == there
+
+
+def test_pages_that_the_package_names_exist() -> None:
+  for file in (pages.PROJECT / "tf_cross_shard").rglob("*.py"):
+    for page in re.findall(r"docs/[\w/]+\.md", file.read_text("utf-8")):
+      assert (pages.PROJECT / page).exists(), (file, page)

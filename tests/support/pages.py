@@ -64,10 +64,13 @@ def no_warnings() -> Iterator[None]:
   assert not logged, logged
 
 
-def check(page: str, program: str, folder: pathlib.Path) -> None:
-  """Runs a program in the current `folder`; it prints what the page says."""
-  if re.search(r"CPU:\{|TowerOptimizer", program):  # This process has four.
-    assert "set_logical_device_configuration" in program
+def check(
+  page: str, program: str, folder: pathlib.Path, shown_after: str = ""
+) -> None:
+  """Runs a program in the current `folder`; it prints what the page says.
+
+  The page shows the output below `shown_after`, or else below the program.
+  """
   names: dict[str, object] = {"__name__": "__main__"}
   printed = io.StringIO()
   # What a page switches on in tf.data is off again for other tests.
@@ -78,7 +81,7 @@ def check(page: str, program: str, folder: pathlib.Path) -> None:
     exec(compile(program, str(folder / "program.py"), "exec"), names)
   lines = printed.getvalue()
   # The page shows the output directly after the program. Times differ.
-  follows = text(page).split(program)[-1]
+  follows = text(page).split(shown_after or program)[-1]
   shown = re.match(r"```\n\n```text\n(.*?)```", follows, re.DOTALL)
   if shown:
     assert shown[1].split("compile seconds")[0] in lines
