@@ -21,7 +21,6 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/custom_loops.md": 1,
   "docs/embeddings.md": 1,
   "docs/groups.md": 4,
-  "docs/index.md": 1,
   "docs/limits.md": 1,
   "docs/quickstart.md": 1,
   "docs/saving.md": 1,
