@@ -103,6 +103,8 @@ class _Stream:
   The file of `tf.io.gfile` says that it can seek while it writes, but cannot.
   """
 
+  read = None  # NumPy takes an object without `read` for a path.
+
   def __init__(self, file: IO[Any]) -> None:
     self._file = file
     # NumPy takes what has `read` for a file.
