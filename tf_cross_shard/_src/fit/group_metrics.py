@@ -350,12 +350,13 @@ class GroupMetrics(group_callback.GroupCallback):
     for batch in data.take(1):
       model.test_step(batch)
 
+    # An iterator: a dataset in a function is optimized again in each call.
     @tf.function
-    def evaluate() -> None:
-      for batch in data:
+    def evaluate(iterator: Any) -> None:
+      for batch in iterator:
         model.test_step(batch)
 
-    return evaluate
+    return lambda: evaluate(iter(data))
 
 
 def _mean_of(members: list[Any]) -> Any:
