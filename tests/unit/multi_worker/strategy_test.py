@@ -45,6 +45,16 @@ def test_scopes_nest_and_can_be_entered_again(alone: Any) -> None:
     assert variable.distribute_strategy is alone
 
 
+def test_a_strategy_after_the_first_operation_is_explained() -> None:
+  late = RuntimeError("Collective ops must be configured at program startup")
+  kind = tf.distribute.MultiWorkerMirroredStrategy
+  with (
+    mock.patch.object(kind, "__init__", side_effect=late),
+    pytest.raises(RuntimeError, match="before the first operation"),
+  ):
+    multi_worker.MultiWorkerStrategy()
+
+
 def test_timeouts_that_are_none() -> None:
   for timeout in (0, float("inf")):
     with pytest.raises(ValueError, match=r"`timeout` .* positive"):

@@ -97,7 +97,16 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         tf.distribute.cluster_resolver.TFConfigClusterResolver()
       )
     with _limited_wait(cluster_resolver, self.timeout):
-      super().__init__(cluster_resolver, communication_options)
+      try:
+        super().__init__(cluster_resolver, communication_options)
+      except RuntimeError as error:
+        if "program startup" not in str(error):
+          raise
+        raise RuntimeError(
+          "MultiWorkerStrategy must be created before the first operation of"
+          " TensorFlow. Create it at the start of the program; in a notebook,"
+          " restart the kernel first."
+        ) from error
     self._workers = agreement.of_strategy(self)
     agreement.compare_workers(self._workers, "the start")
     # `collective_ops` runs the collectives of optimizers by it, too.
