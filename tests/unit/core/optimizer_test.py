@@ -40,10 +40,18 @@ def test_variables_from_outside_the_scope_are_refused(
     testbed.mirrored().scope(),
     pytest.raises(
       RuntimeError,
-      match=r"no strategy \(1 replica\) .* Create both inside `with strategy",
+      match=r"no strategy \(1 replica\) .* Create the optimizer and",
     ),
   ):
     CrossShardOptimizer(opt, **options)
+
+
+def test_only_the_model_is_outside_the_scope() -> None:
+  model = tf.keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+  with testbed.mirrored().scope():
+    model.compile(CrossShardOptimizer("adam"), "mse")
+  with pytest.raises(RuntimeError, match=r"create the model inside .*scope"):
+    model.fit(np.ones((8, 8)), np.ones((8, 1)), verbose=0)
 
 
 class TestReduction:
@@ -181,7 +189,7 @@ class TestPlaces:
     with pytest.raises(RuntimeError, match=r"MirroredStrategy \(4 replicas\)"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
     stray = CrossShardOptimizer(SGD(1.0))
-    with pytest.raises(RuntimeError, match=r"with strategy\.scope\(\)"):
+    with pytest.raises(RuntimeError, match=r"inside the `strategy\.scope"):
       testbed.run(lambda: stray.apply_gradients([(testbed.mark(), weight)]))
     assert testbed.copies(weight) == [0.0] * 4
 

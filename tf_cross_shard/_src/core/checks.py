@@ -152,13 +152,23 @@ class Checks:
   def _check_strategy(self) -> None:
     """Raises `RuntimeError` under a strategy other than the optimizer's."""
     here, made_in = tf.distribute.get_strategy(), self._engine.strategy
-    if self._is_foreign(here):
+    if not self._is_foreign(here):
+      return
+    where = (
+      f"{self._name} wraps an optimizer that was created under"
+      f" {validation.strategy_in_words(made_in)} but is used under"
+      f" {validation.strategy_in_words(here)}."
+    )
+    if tf.distribute.has_strategy():
       raise RuntimeError(
-        f"{self._name} wraps an optimizer that was created under"
-        f" {validation.strategy_in_words(made_in)} but is used under"
-        f" {validation.strategy_in_words(here)}. Create both inside `with"
-        f" strategy.scope():`, and call {self._name} inside `strategy.run`."
+        f"{where} Create the optimizer and {self._name} inside the"
+        " `strategy.scope()` in which they train."
       )
+    raise RuntimeError(
+      f"{where} For fit, create the model inside `with strategy.scope():`, too:"
+      f" fit runs under the strategy of the model. Otherwise, call {self._name}"
+      " inside `strategy.run`."
+    )
 
   def _is_foreign(self, strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a strategy's replicas are not the optimizer's.
