@@ -1,5 +1,6 @@
 """The factor of a loss, and the warnings about it."""
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -80,8 +81,6 @@ def test_default_factor_is_logged_once_per_optimizer(
     (None, 1, 1, 4),
     (None, 4, 0.25, 1),
     (None, 2, 0.5, 2),
-    ("replica", 4, 0.25, 1),
-    ("global", 2, 0.5, 2),
   ],
 )
 def test_a_step_that_never_scaled_is_warned_about_once(
@@ -102,6 +101,27 @@ def test_a_step_that_never_scaled_is_warned_about_once(
   assert "scale_loss(loss)" in line
 
 
+@pytest.mark.parametrize(
+  ("averaged_over", "group_size", "words"),
+  [
+    ("replica", 4, 'with loss_averaged_over="replica" .* 4 times too large'),
+    ("global", 2, 'with loss_averaged_over="global" .* 2 times too small'),
+  ],
+)
+def test_a_declared_loss_that_was_never_scaled(
+  log: pytest.LogCaptureFixture,
+  averaged_over: str,
+  group_size: int,
+  words: str,
+) -> None:
+  convention = _convention("mean", averaged_over, 4, group_size)
+  convention.check_was_scaled(False, False)
+  [line] = log.messages
+  assert re.search(words, line)
+  assert "Call scale_loss(loss)" in line
+  assert "Pass loss_averaged_over" not in line
+
+
 def test_one_trace_scales_all_steps(log: pytest.LogCaptureFixture) -> None:
   convention = _convention("mean", "replica", 4, 2)
   tf.function(lambda: convention.for_loss("replica"), autograph=False)()
@@ -110,10 +130,18 @@ def test_one_trace_scales_all_steps(log: pytest.LogCaptureFixture) -> None:
   assert log.messages == []
 
 
-def test_a_step_through_apply(log: pytest.LogCaptureFixture) -> None:
-  """`apply` assumes a loss of Keras, so "sum" needs a factor, too."""
-  _convention("sum", None, 4, 2).check_was_scaled(True, False)
-  assert "4 if over all" in log.messages[0]
+@pytest.mark.parametrize(
+  ("reduction", "group_size", "warns"),
+  [("sum", 2, True), ("mean", 2, True), ("mean", 4, False)],
+)
+def test_a_step_that_keras_applies(
+  log: pytest.LogCaptureFixture, reduction: str, group_size: int, warns: bool
+) -> None:
+  """Keras applies gradients of its own losses, so "sum" needs a factor, too."""
+  convention = _convention(reduction, None, 4, group_size)
+  keras_calls = {"__name__": "keras.src.example", "convention": convention}
+  exec("convention.check_was_scaled(True, False)", keras_calls)
+  assert bool(log.messages) == warns
 
 
 @pytest.mark.parametrize(
@@ -124,7 +152,6 @@ def test_a_step_through_apply(log: pytest.LogCaptureFixture) -> None:
     (("mean", None, 4, 2, True), False),
     (("sum", None, 4, 2, False), False),
     (("mean", None, 1, 1, False), False),
-    (("mean", None, 4, 4), True),  # Keras' losses.
   ],
 )
 def test_scaled_steps_do_not_warn(

@@ -84,8 +84,8 @@ class LossConvention:
   def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
     """Warns once if a step sums gradients of a loss that was never scaled.
 
-    For a step through Keras' `apply`, the loss is assumed to be averaged over
-    the examples of all replicas, as Keras' own losses are.
+    If Keras itself calls `apply`, the loss is assumed to be averaged over the
+    examples of all replicas, as Keras' own losses are.
 
     Args:
       through_apply: Whether the step came through Keras' `apply`.
@@ -109,7 +109,7 @@ class LossConvention:
     chosen = settings.loss_averaged_over
     if chosen is not None:
       missing = {factors[chosen]}
-    elif through_apply:
+    elif through_apply and _is_in_keras():
       missing = {factors[loss_factor.GLOBAL]}
     elif settings.is_mean:
       missing = set(factors.values())  # In a custom loop, either is possible.
@@ -117,16 +117,29 @@ class LossConvention:
       missing = {1.0}  # The user may want the plain sum of the gradients.
     if scaled or missing == {1.0}:
       return
+    remedy = (
+      "Call scale_loss(loss) inside the tape (docs/custom_loops.md) or pass"
+      " scale_gradients=True, the only way within Keras' MultiOptimizer."
+    )
+    if chosen is not None:
+      factor = factors[chosen]
+      self._warn(
+        "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
+        ' with loss_averaged_over="%s" and reduction="%s" they are %g times too'
+        " %s. %s",
+        *(chosen, settings.reduction, max(factor, 1 / factor)),
+        *("large" if factor < 1 else "small", remedy),
+      )
+      return
     self._warn(
       "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
       ' the result of reduction="%s" is wrong by a constant factor: %g if the'
       " loss is averaged over this replica's examples, %g if over all"
-      ' replicas\' examples. Pass loss_averaged_over="replica" or "global", and'
-      " call scale_loss(loss) inside the tape (docs/custom_loops.md) or pass"
-      " scale_gradients=True, the only way within Keras' MultiOptimizer.",
+      ' replicas\' examples. Pass loss_averaged_over="replica" or "global". %s',
       settings.reduction,
       factors[loss_factor.REPLICA],
       factors[loss_factor.GLOBAL],
+      remedy,
     )
 
   def _factor(self, default: str) -> float:
@@ -162,9 +175,10 @@ class LossConvention:
     """Logs a warning once."""
     is_shared = self._settings.scale_gradients
     logged = _shared_warnings if is_shared else self._own_warnings
-    if text not in logged:
-      logged.add(text)
-      logging.warning(text, *values)
+    line = text % values
+    if line not in logged:
+      logged.add(line)
+      logging.warning("%s", line)
 
 
 def _is_in_keras() -> bool:
