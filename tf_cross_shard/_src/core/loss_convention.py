@@ -81,6 +81,81 @@ class LossConvention:
     is_same_trace = trace is not None and trace() is now
     return self._factor(default if is_same_trace else loss_factor.GLOBAL)
 
+  def for_compiled(
+    self, name: str, reduction: str | None, is_number: bool, is_divided: bool
+  ) -> float:
+    """Returns by what to multiply a loss of `compile`.
+
+    With several replicas, Keras divides a loss by their number if its reduction
+    is a mean of several values. Then the factor of a `"global"` loss is right,
+    and nothing is to be done. Keras does not divide
+
+    - a loss with `reduction="sum"`, or without a reduction. Gradients of such
+      losses are summed over the group: the loss needs no factor;
+    - in Keras 3, a loss whose function returns a number. Like tf_keras, this
+      method takes the number for a mean over the replica's examples.
+
+    `for_loss` multiplies the sum of all losses of the model by one factor, so
+    this method returns the quotient of the right factor and that factor. With
+    `loss_averaged_over`, the user has decided, and it returns 1.
+
+    >>> pairs = groups_lib.Groups([[0, 1], [2, 3]])
+    >>> convention = LossConvention(settings_lib.Settings(), pairs)
+    >>> convention.for_compiled("mse", "sum", False, False)  # Then `for_loss`:
+    0.5
+    >>> convention.for_loss(loss_factor.GLOBAL)
+    2.0
+
+    Args:
+      name: The name of the loss.
+      reduction: The loss' reduction.
+      is_number: Whether the loss function returns one number for all examples.
+      is_divided: Whether Keras divides the loss by the number of replicas.
+    """
+    is_sum = reduction == "sum" or (
+      reduction in (None, "none") and not is_number
+    )
+    factors, chosen = self.factors(), self._settings.loss_averaged_over
+    right = 1.0 if is_sum else factors[loss_factor.REPLICA]
+    if chosen is not None:
+      taken = factors[chosen]
+      if is_divided:
+        right, what = factors[loss_factor.GLOBAL], "divides it by the replicas"
+      else:
+        what = "sums it over examples"
+      if (is_sum or is_divided) and taken != right:
+        self._warn(
+          'With loss_averaged_over="%s", fit multiplies the loss %s by %g, but'
+          " Keras %s, so the right factor is %g. Do not pass"
+          " loss_averaged_over: in fit, the optimizer knows Keras' losses.",
+          *(chosen, name, taken, what, right),
+        )
+      return 1.0
+    if is_number and not is_sum:
+      self._warn(
+        "The loss %s returns one number for all examples of a replica. fit"
+        " assumes that it is their mean. Better return one value for each"
+        " example: Keras reduces them, and you can choose"
+        ' reduction="sum" in a loss object. If the number is a mean, and the'
+        " model has no other loss or regularizer, you can pass"
+        ' loss_averaged_over="%s" to CrossShardOptimizer instead.',
+        *(name, loss_factor.GLOBAL if is_divided else loss_factor.REPLICA),
+      )
+    return 1.0 if is_divided else right / factors[loss_factor.GLOBAL]
+
+  def warn_of_own_loss(self, model: str) -> None:
+    """Warns that a model computes its loss in a method of its own."""
+    if self._settings.loss_averaged_over is None:
+      factors = self.factors()
+      self._warn(
+        "%s overrides compute_loss. fit assumes that its value is averaged over"
+        " all replicas' examples, as Keras' are, and multiplies it by %g."
+        ' If this is right, pass loss_averaged_over="global". If the value is'
+        " averaged over this replica's examples, pass"
+        ' loss_averaged_over="replica"; the factor is then %g.',
+        *(model, factors[loss_factor.GLOBAL], factors[loss_factor.REPLICA]),
+      )
+
   def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
     """Warns once if a step sums gradients of a loss that was never scaled.
 

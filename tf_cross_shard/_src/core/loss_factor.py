@@ -8,6 +8,10 @@ loss is averaged over:
 |----------------------------------|---------------------------|--------------|
 | this replica's examples, replica | 1 / group_size            | 1            |
 | all replicas' examples, global   | num_replicas / group_size | num_replicas |
+
+A loss that is summed over examples needs no factor. Keras' losses in `fit` are
+averaged over all replicas' examples, or made so: see
+`loss_convention.LossConvention.for_compiled`.
 """
 
 from typing import Final

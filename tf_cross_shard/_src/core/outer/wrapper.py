@@ -21,7 +21,12 @@ from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.inner import v1
-from tf_cross_shard._src.core.outer import loss_scaler, saving, v1_methods
+from tf_cross_shard._src.core.outer import (
+  compiled_losses,
+  loss_scaler,
+  saving,
+  v1_methods,
+)
 
 # Names that `dir` does not list. Keras saves each optimizer that it finds under
 # a listed name, and tf.train.Checkpoint saves the slots of an object that lists
@@ -96,6 +101,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   def _wrap(self, inner: inner_lib.Inner) -> None:
     """Stores the wrapped optimizer, and begins to forward attributes."""
     parts.attach(self, parts.Parts(inner, self._package))
+    compiled_losses.watch_compile()
     if inner.is_built:
       validation.check_not_overwritten(inner.trainable_variables)
 

@@ -7,6 +7,7 @@ that uses Keras 3 and tf_keras, import the classes for tf_keras from
 """
 
 # ruff: noqa: E402  # Versions are checked first.
+# ruff: noqa: SLF001  # Keras keeps the losses of a model in private attributes.
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +23,7 @@ from tf_cross_shard._src.core import loss_factor, optimizer, validation
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.outer import compiled_losses
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import wrapper
 
@@ -163,3 +165,27 @@ class PerGroup(
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.
 keras.saving.get_custom_objects()["CrossShardOptimizer"] = CrossShardOptimizer
+
+
+def _wrap_losses(model: Any) -> None:
+  """Wraps the losses of a model as soon as Keras has created them."""
+  compiled = model.compiled_loss
+  if "build" in vars(compiled):
+    return
+
+  def build(y_pred: Any) -> None:
+    type(compiled).build(compiled, y_pred)
+    compiled._losses = [
+      loss and compiled_losses.CompiledLoss(loss, model, _is_divided)
+      for loss in compiled._losses
+    ]
+
+  compiled.build = build
+
+
+def _is_divided(loss: Any, *_: Any) -> bool:
+  """Returns whether Keras divides a loss by the number of replicas."""
+  return loss.reduction not in ("sum", "none")
+
+
+compiled_losses.wrap_losses["tf_keras"] = _wrap_losses

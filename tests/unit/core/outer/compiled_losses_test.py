@@ -1,0 +1,324 @@
+"""Losses of `compile`: each group trains as plain Keras does on its rows."""
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from tests.support import testbed
+from tf_cross_shard import keras3
+from tf_cross_shard import tf_keras as ours_tf_keras
+
+ROWS = 16
+LIBRARIES = [(keras, keras3), (tf_keras, ours_tf_keras)]
+# Small integers, which float32 adds without rounding.
+_dice = np.random.default_rng(7)
+X = _dice.integers(-3, 4, (2 * ROWS, 3)).astype("float32")
+Y = _dice.integers(-3, 4, (2 * ROWS, 1)).astype("float32")
+WEIGHTS = _dice.integers(1, 3, 2 * ROWS).astype("float32")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+  caplog.set_level(logging.WARNING, "absl")
+  return caplog
+
+
+def one_number(y: Any, prediction: Any) -> Any:
+  return tf.reduce_mean((y - prediction) ** 2)
+
+
+def _losses(library: Any) -> dict[str, dict[str, Any]]:
+  """Returns arguments of `compile` for a model with two outputs, by name."""
+  error = library.losses.MeanSquaredError
+  none = None if library is keras else "none"
+  return {
+    "mean": {"loss": ["mse", "mse"]},
+    "sum": {"loss": [error(reduction="sum"), error(reduction="sum")]},
+    "none": {"loss": [error(reduction=none), error(reduction=none)]},
+    "number": {"loss": [one_number, one_number]},
+    "mixed": {
+      "loss": [error(reduction="sum"), "mse"],
+      "loss_weights": [0.5, 2.0],
+    },
+    "mixed number": {
+      "loss": [one_number, error(reduction="sum")],
+      "loss_weights": [4.0, 0.25],
+    },
+    "one of two": {"loss": [error(reduction="sum"), None]},
+  }
+
+
+def _model(
+  library: Any, optimizer: Any, extra: bool = False, **compiled: Any
+) -> Any:
+  """Compiles a model with two outputs, whose weights are all one.
+
+  `extra` adds losses by `add_loss`, a regularizer of weights and one of
+  activations.
+  """
+  layers = library.layers
+
+  class Mean(layers.Layer):
+    def call(self, x: Any) -> Any:
+      self.add_loss(tf.reduce_mean(x**2))
+      return x
+
+  inputs = library.Input((3,))
+  regularizers = {}
+  if extra:
+    l2 = library.regularizers.L2
+    regularizers = {
+      "kernel_regularizer": l2(0.5),
+      "activity_regularizer": l2(0.25),
+    }
+  outputs = [
+    layers.Dense(
+      1, use_bias=False, kernel_initializer="ones", name=name, **regularizers
+    )(inputs)
+    for name in ("a", "b")
+  ]
+  if extra:
+    outputs[0] = Mean()(outputs[0])
+  model = library.Model(inputs, outputs)
+  model.compile(optimizer, **compiled)
+  return model
+
+
+def _fit(model: Any, rows: Any, **options: Any) -> None:
+  model.fit(
+    X[rows],
+    [Y[rows], Y[rows]],
+    shuffle=False,
+    verbose=0,
+    **options,
+  )
+
+
+def _check(
+  library: Any,
+  package: Any,
+  options: dict[str, Any],
+  compiled: dict[str, Any],
+  extra: bool = False,
+  steps: int = 1,
+) -> None:
+  """Compares `fit` in groups with plain `fit` on each group's rows."""
+  sgd = library.optimizers.SGD
+  with testbed.mirrored().scope():
+    optimizer = package.CrossShardOptimizer(sgd(2.0**-8), **options)
+    model = _model(library, optimizer, extra, **compiled)
+  _fit(model, slice(0, steps * ROWS), batch_size=ROWS)
+  for members in optimizer.groups:
+    # Each replica has four rows of each batch.
+    rows = [
+      step * ROWS + 4 * member + row
+      for step in range(steps)
+      for member in members
+      for row in range(4)
+    ]
+    alone = _model(library, sgd(2.0**-8), extra, **compiled)
+    _fit(alone, rows, batch_size=4 * len(members))
+    assert (np.asarray(alone.trainable_variables[0]) != 1).any()
+    for ours, plain in zip(
+      model.trainable_variables, alone.trainable_variables, strict=True
+    ):
+      expected = np.asarray(plain)
+      for member in members:
+        found = testbed.copies(ours)[member]
+        if extra or steps > 1:  # Divisions that float32 rounds.
+          np.testing.assert_allclose(found, expected, rtol=1e-6)
+        else:
+          assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@pytest.mark.parametrize("grouping", ["ungrouped", "strided"])
+@pytest.mark.parametrize("kind", _losses(keras))
+def test_each_group_trains_as_plain_keras(
+  library: Any, package: Any, grouping: str, kind: str
+) -> None:
+  options = {"group_assignment": testbed.GROUPINGS[grouping]}
+  compiled = _losses(library)[kind]
+  if kind == "none" and library is tf_keras:
+    with pytest.raises(ValueError, match="`loss` must be a scalar"):
+      _check(library, package, options, compiled)
+  else:
+    _check(library, package, options, compiled)
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@pytest.mark.parametrize("kind", ["mean", "mixed number"])
+def test_added_losses_and_regularizers(
+  library: Any, package: Any, kind: str
+) -> None:
+  options = {"group_assignment": testbed.GROUPINGS["contiguous"]}
+  _check(library, package, options, _losses(library)[kind], extra=True)
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@pytest.mark.parametrize(
+  "how", [{"steps_per_execution": 2}, {"run_eagerly": True}]
+)
+def test_several_steps(library: Any, package: Any, how: dict[str, Any]) -> None:
+  options = {
+    "group_assignment": testbed.GROUPINGS["contiguous"],
+    "scale_gradients": "run_eagerly" in how,
+  }
+  compiled = {**_losses(library)["mixed number"], **how}
+  _check(library, package, options, compiled, steps=2)
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_train_on_batch(library: Any, package: Any) -> None:
+  compiled = _losses(library)["mixed number"]
+  with testbed.mirrored().scope():
+    optimizer = package.CrossShardOptimizer(library.optimizers.SGD(2.0**-8))
+    model = _model(library, optimizer, **compiled)
+  model.train_on_batch(X[:ROWS], [Y[:ROWS], Y[:ROWS]])
+  alone = _model(library, library.optimizers.SGD(2.0**-8), **compiled)
+  # In Keras 3, each replica receives the whole batch.
+  rows = np.tile(np.arange(ROWS), 4 if library is keras else 1)
+  alone.train_on_batch(X[rows], [Y[rows], Y[rows]])
+  for ours, plain in zip(model.weights, alone.weights, strict=True):
+    assert testbed.copies(ours)[0].tolist() == np.asarray(plain).tolist()
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_a_number_with_weights_of_examples(library: Any, package: Any) -> None:
+  """Keras makes several values of the number, and then divides their mean."""
+  sgd = library.optimizers.SGD
+  with testbed.mirrored().scope():
+    optimizer = package.CrossShardOptimizer(sgd(2.0**-8))
+    model = _single(library, optimizer, one_number)
+  plain = _single(library, sgd(2.0**-8), one_number)
+  quarter = np.tile(np.arange(4), 4)  # Equal examples on each replica.
+  for each, rows in ((model, quarter), (plain, quarter[:4])):
+    each.fit(
+      X[rows],
+      Y[rows],
+      batch_size=len(rows),
+      sample_weight=WEIGHTS[rows],
+      shuffle=False,
+      verbose=0,
+    )
+  [ours], [expected] = model.weights, plain.weights
+  assert testbed.copies(ours)[0].tolist() == np.asarray(expected).tolist()
+
+
+def _single(library: Any, optimizer: Any, loss: Any) -> Any:
+  """Compiles a model with one output."""
+  dense = library.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+  model = library.Sequential([library.Input((3,)), dense])
+  model.compile(optimizer, loss)
+  return model
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@pytest.mark.parametrize(
+  ("kind", "argument", "words"),
+  [
+    ("mean", None, []),
+    ("mean", "global", []),
+    ("sum", None, []),
+    ("number", None, ["loss one_number returns one number"]),
+    ("number", "confirmed", []),
+    ("mean", "replica", ["mean_squared_error by 0.5", "right factor is 2"]),
+    ("sum", "global", ["mean_squared_error by 2", "right factor is 1"]),
+  ],
+)
+def test_what_is_logged(
+  library: Any,
+  package: Any,
+  kind: str,
+  argument: str | None,
+  words: list[str],
+  log: pytest.LogCaptureFixture,
+) -> None:
+  error = library.losses.MeanSquaredError
+  if argument == "confirmed":
+    argument = "replica" if library is keras else "global"
+  loss = {"mean": error(), "sum": error(reduction="sum"), "number": one_number}
+  with testbed.mirrored().scope():
+    optimizer = package.CrossShardOptimizer(
+      library.optimizers.SGD(0.5),
+      group_assignment=testbed.GROUPINGS["contiguous"],
+      loss_averaged_over=argument,
+    )
+    model = _single(library, optimizer, loss[kind])
+  model.fit(X[:ROWS], Y[:ROWS], batch_size=ROWS, verbose=0)
+  lines = [line for line in log.messages if "Consider" not in line]
+  if not words:
+    assert lines == []
+    return
+  [line] = lines
+  for word in words:
+    assert word in line
+  assert "loss_averaged_over" in line
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_an_overridden_compute_loss_is_named(
+  library: Any, package: Any, log: pytest.LogCaptureFixture
+) -> None:
+  class OwnLoss(library.Sequential):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+      return 2.0 * super().compute_loss(*args, **kwargs)
+
+  for argument in (None, "global"):
+    log.clear()
+    with testbed.mirrored().scope():
+      optimizer = package.CrossShardOptimizer(
+        "sgd",
+        group_assignment=testbed.GROUPINGS["contiguous"],
+        loss_averaged_over=argument,
+      )
+      OwnLoss([library.layers.Dense(1)]).compile(optimizer, "mse")
+    if argument is None:
+      assert "OwnLoss overrides compute_loss" in log.text
+      assert "by 2." in log.text
+    else:
+      assert log.messages == []
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_a_compiled_model_is_saved_and_loaded(
+  library: Any, package: Any, tmp_path: Any
+) -> None:
+  path = str(tmp_path / "model.keras")
+  with testbed.mirrored().scope():
+    optimizer = package.CrossShardOptimizer("sgd")
+    loss = library.losses.MeanSquaredError(reduction="sum")
+    model = _single(library, optimizer, loss)
+    model.fit(X[:ROWS], Y[:ROWS], batch_size=ROWS, verbose=0)
+    model.save(path)
+    loaded = library.models.load_model(path)
+  for each in (model, loaded):
+    each.fit(X[:ROWS], Y[:ROWS], batch_size=ROWS, shuffle=False, verbose=0)
+  copies = [testbed.copies(each.weights[0])[0] for each in (model, loaded)]
+  assert copies[0].tolist() == copies[1].tolist()
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_xla_is_refused_where_it_cannot_compile_the_sum(
+  library: Any, package: Any
+) -> None:
+  with testbed.mirrored().scope():
+    model = library.Sequential([library.layers.Dense(1)])
+    optimizer = package.CrossShardOptimizer("sgd")
+    with pytest.raises(ValueError, match="`jit_compile` must be False"):
+      model.compile(optimizer, "mse", jit_compile=True)
+
+
+def test_an_optimizer_for_the_other_keras_is_named() -> None:
+  for (library, _), (_, package), home in (
+    (*LIBRARIES, "keras3"),
+    (*LIBRARIES[::-1], "tf_keras"),
+  ):
+    model = library.Sequential([library.layers.Dense(1)])
+    with pytest.raises(TypeError, match=f"from tf_cross_shard.{home} import"):
+      model.compile(package.CrossShardOptimizer("sgd"), "mse")

@@ -1,0 +1,141 @@
+"""Makes the losses of `compile` what `fit` assumes about them.
+
+In `fit`, the factor of the mean assumes that Keras has divided the loss by the
+number of replicas. Keras does not divide every loss: see
+`LossConvention.for_compiled`. Only the model knows its losses one by one; the
+optimizer receives their sum. And Keras never tells an optimizer its model.
+So `compile` of Keras' models is extended: if a model is compiled with
+a CrossShardOptimizer, each loss that is undivided is multiplied by a number.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core.inner import names as names_lib
+
+# Marks the extended method.
+_MARK: Final = "_is_of_tf_cross_shard"
+
+
+class CompiledLoss:
+  """A loss of `compile`, multiplied so that the optimizer's factor is right."""
+
+  def __init__(
+    self, loss: Any, model: Any, is_divided: Callable[..., bool]
+  ) -> None:
+    """Wraps a loss object of Keras.
+
+    Args:
+      loss: The loss object.
+      model: The model that was compiled with the loss.
+      is_divided: Whether Keras divides the value. Its arguments are the loss
+        object, what `loss.call` returned, and the predictions and weights.
+    """
+    self.loss = loss
+    self._model = model
+    self._is_divided = is_divided
+
+  @property
+  def name(self) -> Any:
+    """The name of the loss."""
+    return self.loss.name
+
+  @property
+  def reduction(self) -> Any:
+    """How Keras reduces the loss over examples."""
+    return self.loss.reduction
+
+  def get_config(self) -> Any:
+    """Returns the configuration of the loss."""
+    return self.loss.get_config()
+
+  def __call__(
+    self, y_true: Any, y_pred: Any, sample_weight: Any = None
+  ) -> Any:
+    """Returns the value of the loss, times a number if it is undivided."""
+    loss, step = self.loss, _step_of(self._model)
+    here = tf.distribute.get_strategy().num_replicas_in_sync
+    if step is None or here == 1:
+      return loss(y_true, y_pred, sample_weight=sample_weight)
+    values = []
+
+    def call(*args: Any) -> Any:
+      values.append(loss.call(*args))
+      return values[-1]
+
+    # Keras reduces what `call` returns, which tells whether this is a number.
+    # `copy.copy` would save and load the loss.
+    listening = object.__new__(type(loss))
+    vars(listening).update(vars(loss), call=call)
+    value = listening(y_true, y_pred, sample_weight=sample_weight)
+    # A class that overrides `__call__` need not call `call`.
+    value_of_call = values[-1] if values else value
+    shape = getattr(value_of_call, "shape", ())
+    factor = step.convention.for_compiled(
+      loss.name,
+      reduction=getattr(loss.reduction, "value", loss.reduction),
+      is_number=tf.TensorShape(shape).rank == 0,
+      is_divided=bool(values)
+      and self._is_divided(loss, value_of_call, y_pred, sample_weight),
+    )
+    return value if factor == 1 else value * tf.cast(factor, value.dtype)
+
+
+# Wraps the losses of a compiled model of a Keras.
+wrap_losses: "Final[dict[str, Callable[[Any], None]]]" = {}
+
+
+def watch_compile() -> None:
+  """Extends `compile` of the models of each Keras that is imported, once."""
+  for package in ("keras", "tf_keras"):
+    model_class = getattr(sys.modules.get(package), "Model", None)
+    if model_class is not None:
+      # The class that defines `compile`: to see whether a user has overridden
+      # it, Keras compares the method with the one of this class.
+      owner = next(c for c in model_class.__mro__ if "compile" in vars(c))
+      if not hasattr(owner.compile, _MARK):
+        owner.compile = _watched(package, owner.compile, owner.compute_loss)
+
+
+def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
+  """Returns `compile` with checks, and with wrapped losses."""
+
+  @functools.wraps(keras_compile)
+  def compile_model(self: Any, *args: Any, **kwargs: Any) -> None:
+    [optimizer, *_] = [*args, kwargs.get("optimizer")]
+    own = parts.find(optimizer)
+    if own is not None and own.keras_package != package:
+      home = "keras3" if package == "keras" else package
+      raise TypeError(
+        f"`optimizer` wraps an optimizer of {own.keras_package}, but the model"
+        f" is of {package}. Use the class for this Keras: from"
+        f" tf_cross_shard.{home} import {type(optimizer).__name__}"
+      )
+    keras_compile(self, *args, **kwargs)
+    step = _step_of(self)
+    if step is None or step.engine.num_replicas == 1:
+      return
+    if self.jit_compile and not step.engine.is_spmd:
+      raise ValueError(
+        "`jit_compile` must be False in compile under"
+        f" {type(step.engine.strategy).__name__}: XLA cannot compile the sum"
+        " over its replicas. Leave it out, or use a strategy whose replicas are"
+        " one program, such as TPUStrategy."
+      )
+    wrap_losses[package](self)
+    if type(self).compute_loss is not compute_loss:
+      step.convention.warn_of_own_loss(type(self).__name__)
+
+  setattr(compile_model, _MARK, True)
+  return compile_model
+
+
+def _step_of(model: Any) -> Any:
+  """Returns the steps of the model's CrossShardOptimizer, or None."""
+  optimizers = names_lib.nested_optimizers(getattr(model, "optimizer", None))
+  return next(filter(None, map(parts.find_step, optimizers)), None)
