@@ -5,14 +5,20 @@ methods. `step.flow` contains the path of a gradient through a step. The
 subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
 from tf_cross_shard._src.core import describe as describe_lib
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import loss_factor, parts, reduce, validation
+from tf_cross_shard._src.core import (
+  loss_check,
+  loss_factor,
+  parts,
+  reduce,
+  validation,
+)
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
@@ -110,7 +116,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         of one replica, `"global"` if it is averaged over the examples of all
         replicas. None chooses by the method that you call: `"replica"` for
         `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
-        calls (`fit`, and `minimize` with `tape=`).
+        calls (`fit`, and `minimize` with `tape=`). In `fit`, None is right for
+        every loss of `compile`, also for summed ones; you get a warning if that
+        cannot be known. In a loop of your own, `check_loss` finds it out.
       clipnorm: Each replica clips its gradient of each variable to this norm,
         before gradients are summed. None or 0 does not clip. `clipnorm` of
         `opt` clips after the sum.
@@ -270,6 +278,41 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     """
     return describe_lib.describe(self._steps, repr(self))
 
+  def check_loss(self, step: Callable[..., Any], batch: Any) -> str:
+    """Checks with one batch that the loss is scaled by the right factor.
+
+    Call it once, before you train a loop of your own: with the wrong
+    `loss_averaged_over`, all gradients are too large or too small by a constant
+    factor. It compares the gradients that the replicas would apply, each with
+    its part of the batch, with those of one replica with the whole batch. It
+    changes nothing. The loss must be an average: that of twice as many examples
+    is not twice as large.
+
+    >>> from tf_cross_shard import CrossShardOptimizer
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...   weight = tf.Variable(1.0)
+    ...   optimizer = CrossShardOptimizer("sgd", loss_averaged_over="replica")
+    >>> def step(x):
+    ...   optimizer.minimize(lambda: tf.reduce_mean(x * weight), None, [weight])
+    >>> optimizer.check_loss(step, tf.constant([1.0, 2.0, 3.0, 6.0]))
+    'replica'
+
+    Args:
+      step: The function of one replica that you give to `strategy.run`. It
+        computes gradients, and applies them with this optimizer. Pass it
+        without randomness, such as dropout.
+      batch: The arguments of `step`, a tuple or one argument, with the rows of
+        all replicas together.
+
+    Returns:
+      The right value of `loss_averaged_over`, which is in force.
+
+    Raises:
+      ValueError: If another value is right. The message names it.
+    """
+    return loss_check.check(self._steps, step, batch)
+
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
@@ -381,6 +424,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
   def _perform(self, call: step_lib.Call) -> Any:
     """Checks the call, and takes the step."""
     step = self._steps
+    if step.convention.is_trying:
+      step.convention.keep_gradients(call.grads)
+      return self._inner.iterations()
     with step.checks.one_user():
       step.checks.check_place()
       step.checks.check_variables(call.variables)

@@ -229,7 +229,7 @@ class Step:
 
     `default` is what the loss is averaged over if the user did not say.
     """
-    self.checks.check_place()
+    self.check_place()
     return differentiate.differentiate(
       self.inner,
       loss,
@@ -239,6 +239,11 @@ class Step:
       options=options,
       requires_scalar=self.settings.is_mean,
     )
+
+  def check_place(self) -> None:
+    """Raises an error where gradients cannot be reduced."""
+    if not self.convention.is_trying:
+      self.checks.check_place()
 
   @tf.autograph.experimental.do_not_convert
   def scale(self, loss: Any, default: str) -> Any:

@@ -62,7 +62,7 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._steps.checks.check_place()
+    self._steps.check_place()
     return self._inner.scale_loss(self._steps.scale(loss, loss_factor.GLOBAL))
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:

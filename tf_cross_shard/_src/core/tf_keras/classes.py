@@ -69,7 +69,7 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._steps.checks.check_place()
+    self._steps.check_place()
     return self._steps.scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
@@ -96,7 +96,7 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._steps.checks.check_place()
+    self._steps.check_place()
     call = step_lib.Call(*validation.check_pairs(grads_and_vars))
     return list(zip(self._steps.sum(call), call.variables, strict=True))
 
