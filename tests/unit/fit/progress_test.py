@@ -33,13 +33,13 @@ def test_each_metric_has_a_line_with_the_names_of_the_groups(
 ) -> None:
   history = _fit(verbose)
   printed = capsys.readouterr().out
-  assert "/group" not in printed  # Keras' line has Keras' metrics alone.
+  assert "/low rate" not in printed  # Keras' line has Keras' metrics alone.
   assert "/ensemble" not in printed
   assert len(re.findall(r"- loss: \d", printed)) >= 2
   for epoch in (0, 1):
     low, high, both = (
       history[f"val_loss/{run}"][epoch]
-      for run in ("group_0", "group_1", "ensemble")
+      for run in ("low rate", "high rate", "ensemble")
     )
     line = f"\nval_loss: ensemble {both:.4g}, low rate {low:.4g}"
     assert f"{line}, high rate {high:.4g}\n" in printed
@@ -47,7 +47,7 @@ def test_each_metric_has_a_line_with_the_names_of_the_groups(
   own = ["loss", "val_loss", "val_mae", "val_weighted"]
   own += ["test_loss", "test_mae", "test_weighted"]
   assert sorted(names) == sorted(2 * own)
-  assert {f"{name}/group_1" for name in own} <= history.keys()
+  assert {f"{name}/high rate" for name in own} <= history.keys()
 
 
 def test_lines_have_the_numbers_of_trials(

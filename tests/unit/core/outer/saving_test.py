@@ -234,7 +234,7 @@ def test_warning_if_callbacks_make_groups_equal(
   testbed.fit(model, _data())
   one, other = replica_state.values(model.weights[-1])
   assert (one != other).any()
-  assert said == []
+  assert not [line for line in said if COLLAPSED in line]
   collapse(model, tmp_path)
   [line] = [line for line in said if COLLAPSED in line]
   collapse(model, tmp_path)
@@ -281,7 +281,8 @@ def test_functions_that_keep_or_equalize_groups_do_not_warn(
   for name in ("equal", "different"):
     replica_state.restore(tmp_path / name, *both)
     testbed.fit(model, _data())
-  assert said == []
+  # Only what Keras would evaluate is warned about.
+  assert [line for line in said if "evaluate()" not in line] == []
 
 
 def test_moving_averages_are_each_groups_own() -> None:
