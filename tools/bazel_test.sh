@@ -87,7 +87,7 @@ find_bazel() {
   fi
 }
 
-ensure_environment cpu examples test tf-keras tpu-compiler virtual-tpu
+ensure_environment cpu examples test tf-keras tpu-compiler
 bazel=$(find_bazel)
 say "$bazel: $("$bazel" --version)"
 

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 
-ensure_environment cpu docs virtual-tpu
+ensure_environment cpu docs
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-3}"
 .venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going -c docs "$@" \
   . build/docs

@@ -17,7 +17,7 @@ if [[ ! $seed =~ ^[0-9]+$ ]]; then
   exit 2
 fi
 
-ensure_environment cpu examples test tf-keras tpu-compiler virtual-tpu
+ensure_environment cpu examples test tf-keras tpu-compiler
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 python=.venv/bin/python
 failed=()

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
 
-ensure_environment cpu examples test tf-keras tpu-compiler virtual-tpu
+ensure_environment cpu examples test tf-keras tpu-compiler
 installation=$SECONDS
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 python=.venv/bin/python
