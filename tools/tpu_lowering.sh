@@ -24,6 +24,7 @@ from importlib import metadata
 for line in metadata.requires("tensorflow-tpu"):
   if "extra ==" not in line and not line.startswith("libtpu"):
     print(line)
+print("etils[epath]>=1.9.1")  # This package imports it.
 EOF
   ) || return
   "${pip[@]}" --no-warn-conflicts -r <(printf '%s\n' "$requirements") || return
