@@ -13,7 +13,8 @@ from tensorflow.compiler.xla.service import hlo_pb2
 
 from tf_cross_shard import Groups
 from tf_cross_shard._src.core.reduce import one_program
-from tf_cross_shard._src.virtual_tpu import hlo, replica_context
+from tf_cross_shard._src.vectorized import replica_context
+from tf_cross_shard._src.virtual_tpu import hlo
 
 GROUPINGS = [
   [[0, 1, 2, 3, 4, 5, 6, 7]],

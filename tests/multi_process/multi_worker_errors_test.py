@@ -217,7 +217,7 @@ MADE = {
   ),
   "more at the end": (
     "MissingWorkerError",
-    rf"{_name(0)} waited 7 s for {_name(1)} at: the building of",
+    rf"{_name(0)} waited 18 s for {_name(1)} at: the building of",
   ),
 }
 

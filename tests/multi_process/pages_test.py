@@ -25,6 +25,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/quickstart.md": 1,
   "docs/saving.md": 1,
   "docs/updates.md": 5,
+  "docs/vectorized.md": 1,
   "docs/virtual_tpu.md": 1,
 }
 MIGRATION = "docs/migration.md"

@@ -60,6 +60,8 @@ def no_warnings() -> Iterator[None]:
     record.getMessage()
     for record in records
     if package in pathlib.Path(record.pathname).parents
+    # A short program need not evaluate its groups.
+    and "evaluate()" not in record.getMessage()
   ]
   assert not logged, logged
 

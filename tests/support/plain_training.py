@@ -26,7 +26,8 @@ class Gradient(NamedTuple):
   """A gradient in NumPy."""
 
   dense: np.ndarray
-  rows: frozenset[int] | None  # the indices of a sparse gradient
+  # The values and indices of a sparse gradient, with repeated indices.
+  rows: tuple[np.ndarray, np.ndarray] | None
 
 
 Gradients = list[Gradient | None]  # in the order of the variables
@@ -156,7 +157,7 @@ def expected(
     scale = 1.0 / window
     by_variable = zip(*local, strict=True)
     pairs = [
-      (_sum(parts, variable, scale), variable)
+      (_sum(program.options, parts, variable, scale), variable)
       for parts, variable in zip(by_variable, model.trained, strict=True)
     ]
     if program.options.get("lazy_rows"):
@@ -260,13 +261,15 @@ def _local_gradients(
     if grad is None:
       found.append(None)
       continue
+    times = factor(program, len(members))
     if isinstance(grad, tf.IndexedSlices):
       indices = grad.indices.numpy()
-      rows = frozenset(indices.tolist())
-      np.add.at(dense, indices, grad.values.numpy().astype("float64"))
+      values = grad.values.numpy().astype("float64")
+      np.add.at(dense, indices, values)
+      rows = values * times, indices
     else:
       dense += grad.numpy().astype("float64")
-    found.append(Gradient(dense * factor(program, len(members)), rows))
+    found.append(Gradient(dense * times, rows))
   return found
 
 
@@ -282,10 +285,19 @@ def _clip(options: dict[str, Any], grads: Gradients) -> Gradients:
       limit, norm = options["global_clipnorm"], float(np.linalg.norm(norms))
     return dense if limit is None or norm <= limit else dense * (limit / norm)
 
-  return [
-    grad and Gradient(clip(grad.dense, norm), grad.rows)
-    for grad, norm in zip(grads, norms, strict=True)
-  ]
+  if not {"clipvalue", "clipnorm", "global_clipnorm"} & {*options}:
+    return grads
+  clipped: Gradients = []
+  for grad, norm in zip(grads, norms, strict=True):
+    if grad is None:
+      clipped.append(None)
+      continue
+    dense, rows = clip(grad.dense, norm), None
+    if grad.rows is not None:  # Each row once.
+      indices = np.unique(grad.rows[1])
+      rows = dense[indices], indices
+    clipped.append(Gradient(dense, rows))
+  return clipped
 
 
 def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
@@ -297,13 +309,26 @@ def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
   def narrow(dense: np.ndarray) -> np.ndarray:
     return tf.cast(dense, wire).numpy().astype("float64")
 
-  return [grad and Gradient(narrow(grad.dense), grad.rows) for grad in grads]
+  return [
+    grad
+    and Gradient(
+      narrow(grad.dense),
+      grad.rows and (narrow(grad.rows[0]), grad.rows[1]),
+    )
+    for grad in grads
+  ]
 
 
-def _sum(grads: Sequence[Gradient | None], variable: Any, scale: float) -> Any:
-  """Returns the sum as a tensor, or as rows in which each index occurs once.
+def _sum(
+  options: dict[str, Any],
+  grads: Sequence[Gradient | None],
+  variable: Any,
+  scale: float,
+) -> Any:
+  """Returns the sum as a tensor, or as the rows of all members.
 
-  Plain Keras would square each of two rows that have the same index.
+  Some options add up rows of the same index, of which plain Keras would square
+  each.
   """
   parts = [grad for grad in grads if grad is not None]
   if not parts:
@@ -312,9 +337,15 @@ def _sum(grads: Sequence[Gradient | None], variable: Any, scale: float) -> Any:
   dense, dtype = scale * sum(part.dense for part in parts), variable.dtype
   if parts[0].rows is None:
     return tf.constant(dense, dtype)
-  rows = sorted(frozenset().union(*(part.rows for part in parts)))
+  values, indices = map(
+    np.concatenate, zip(*(p.rows for p in parts), strict=True)
+  )
+  values = scale * values
+  if any(options.get(o) for o in ("lazy_rows", "fused_update", "shard_update")):
+    indices = np.unique(indices)
+    values = dense[indices]
   return tf.IndexedSlices(
-    tf.constant(dense[rows], dtype),
-    tf.constant(rows, tf.int32),
+    tf.constant(values, dtype),
+    tf.constant(indices, tf.int32),
     tf.constant(dense.shape),
   )
