@@ -280,6 +280,50 @@ def test_a_nan_in_one_group_skips_that_group_alone() -> None:
   assert testbed.copies(optimizer.skipped_steps) == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("num_replicas", [5, 12, 13])
+@pytest.mark.parametrize(
+  "make",
+  [
+    _adam,
+    lambda: _adam(keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.7)),
+    lambda: keras.optimizers.Nadam(0.01),
+    lambda: keras.optimizers.Ftrl(0.1, learning_rate_power=-0.4),
+    lambda: keras.optimizers.SGD(
+      keras.optimizers.schedules.CosineDecay(0.01, 30)
+    ),
+  ],
+)
+@pytest.mark.parametrize("fused", [None, False])
+def test_members_of_a_group_stay_bitwise_equal(
+  num_replicas: int, make: Callable[[], Any], fused: bool | None
+) -> None:
+  """Also where the numbers of replicas fill no vector of the processor."""
+  strategy = VectorizedStrategy(num_replicas)
+  with strategy.scope():
+    weights = [tf.Variable(tf.ones([7, 3])), tf.Variable(tf.ones([5]))]
+    optimizer = CrossShardOptimizer(
+      make(), fused_update=fused, loss_averaged_over="global"
+    )
+    optimizer.build(weights)
+  rng = np.random.default_rng(0)
+  given = testbed.per_replica(
+    strategy, list(rng.normal(size=(num_replicas, 7, 3)).astype("float32"))
+  )
+
+  @tf.function
+  def step(values: Any) -> None:
+    def replica_fn(x: tf.Tensor) -> None:
+      grads = [x * weights[0] + x, tf.reduce_sum(x) * weights[1]]
+      optimizer.apply_gradients(list(zip(grads, weights, strict=True)))
+
+    strategy.run(replica_fn, (values,))
+
+  for _ in range(12):
+    step(given)
+  for variable in weights:
+    assert len({copy.tobytes() for copy in testbed.copies(variable)}) == 1
+
+
 def test_only_the_last_call_of_a_window_sums() -> None:
   """The condition is the same everywhere, so one branch runs."""
   strategy = VectorizedStrategy(N)

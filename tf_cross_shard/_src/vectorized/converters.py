@@ -347,6 +347,48 @@ def _element_shape(call: Call) -> Any:
   ]
 
 
+# Functions that processors compute for several numbers at once.
+
+# A multiple of the numbers in any processor's vector.
+_LANES: Final = 64
+
+
+@converts(*vectorizer.TRANSCENDENTAL)
+def _transcendental(call: Call) -> Any:
+  """Computes a learning rate, a power, ... with the same bits on all replicas.
+
+  The numbers at the end of a tensor that fill no vector are computed in another
+  way, with other last bits. Then the last replicas of a group would drift away
+  from the others. So the tensor is padded to whole vectors. What depends on a
+  replica's own examples (tensors that are no scalars) needs no such care.
+  """
+  if call.op.outputs[0].shape.rank != 0 and call.op_type != "Pow":
+    return vectorizer.convert_by_pfor(call)
+  rank = call.op.outputs[0].shape.rank
+  if rank is None or any(x.shape.rank not in (0, rank) for x in call.op.inputs):
+    return vectorizer.convert_by_pfor(call)
+  inputs = [rows(call, i) for i in range(call.num_inputs)]
+  shape = tf.shape(max(inputs, key=lambda x: x.shape.rank))
+  same_shape = []
+  for x in inputs:  # Scalars of replicas get the rank of the other input.
+    ones = [1] * (rank + 1 - x.shape.rank)
+    x = tf.reshape(x, tf.concat([tf.shape(x), ones], axis=0))
+    same_shape.append(tf.broadcast_to(x, shape))
+  return [wrap(in_lanes(call.op_type, *same_shape), True)]
+
+
+def in_lanes(name: str, *inputs: tf.Tensor) -> tf.Tensor:
+  """Applies an elementwise operation to whole vectors of the processor."""
+  shape, size = tf.shape(inputs[0]), tf.size(inputs[0])
+  padded = [
+    tf.pad(tf.reshape(x, [-1]), [[0, -size % _LANES]], constant_values=1)
+    for x in inputs
+  ]
+  arguments = dict(zip("xy", padded, strict=False))
+  value = getattr(_raw, name)(**arguments)
+  return tf.reshape(value[:size], shape)
+
+
 # Operations that pfor does not know.
 
 

@@ -89,7 +89,7 @@ def _adadelta(x: Values) -> dict[str, Any]:
 def _ftrl(x: Values) -> dict[str, Any]:
   var, grad, lr = x["var"], x["grad"], x["lr"]
   accum = x["accum"] + grad * grad
-  power, power_before = (a ** -x["lr_power"] for a in (accum, x["accum"]))
+  power, power_before = (_power(a, -x["lr_power"]) for a in (accum, x["accum"]))
   shrunk = grad + 2 * x["l2_shrinkage"] * var if "l2_shrinkage" in x else grad
   linear = x["linear"] + shrunk - (power - power_before) / lr * var
   divisor = power / lr + 2 * x["l2"]
@@ -115,6 +115,13 @@ _FORMULAS: Final[dict[str, Callable[[Values], dict[str, Any]]]] = {
   "Ftrl": _ftrl,
   "FtrlV2": _ftrl,
 }
+
+
+def _power(base: tf.Tensor, exponent: Any) -> tf.Tensor:
+  """Returns a power; a root has the same bits at every place in a tensor."""
+  if exponent == 0.5:
+    return tf.sqrt(base)
+  return converters.in_lanes("Pow", base, exponent + tf.zeros_like(base))
 
 
 def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:

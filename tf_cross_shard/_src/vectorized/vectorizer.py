@@ -50,6 +50,12 @@ _HARMLESS: Final = frozenset(
     *("RandomUniformInt", "TruncatedNormal"),
   }
 )
+# Operations whose converters are for inputs that differ between replicas.
+TRANSCENDENTAL: Final = (
+  *("Cos", "Exp", "Expm1", "Log", "Log1p", "Pow", "Rsqrt", "Sigmoid"),
+  *("Sin", "Tanh"),
+)
+_NOT_FORCED: Final = {"Identity", "ZerosLike", *TRANSCENDENTAL}
 _lock: Final = threading.RLock()
 # pfor's own converters, of those that this package replaces.
 _replaced: Final[dict[str, Converter]] = {}
@@ -188,7 +194,7 @@ def _converting() -> Iterator[None]:
     _replaced.update((k, v) for k, v in before.items() if v is not None)
     registry.update(CONVERTERS)
     passed.difference_update(CONVERTERS)
-    forced.update(CONVERTERS.keys() - {"Identity", "ZerosLike"})
+    forced.update(CONVERTERS.keys() - _NOT_FORCED)
     pfor._fallback_converter = _in_loop
     _looped.clear()
     _of_branches.clear()
@@ -544,6 +550,11 @@ def _convert_zeros(call: Call) -> Any:
   zeros = tf.raw_ops.ZerosLike(x=given.t)
   handle_data_util.copy_handle_data(given.t, zeros)
   return [wrap(zeros, given.is_stacked)]
+
+
+def convert_by_pfor(call: Call) -> Any:
+  """Converts an operation as pfor does without this package."""
+  return _replaced[call.op_type](call)
 
 
 def select(mask: Any, rows: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
