@@ -3,6 +3,7 @@
 tests/unit/virtual_tpu/strategy_test.py tests what both strategies share.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -208,14 +209,15 @@ class TestDatasets:
     elements = [testbed.per_replica_results(strategy, x) for x in data]
     assert elements[1] == [[6, 7], [8, 9], [10, 11]]
 
-  def test_uneven_batches_are_errors(
-    self, strategy: VectorizedStrategy
+  def test_uneven_batches(
+    self, strategy: VectorizedStrategy, caplog: pytest.LogCaptureFixture
   ) -> None:
-    with pytest.raises(tf.errors.InvalidArgumentError, match="split_batches"):
-      self._elements(strategy, 5)
+    elements = self._elements(strategy, 7)
+    assert elements == [[[0, 1, 2], [3, 4, 5], [6]], [[7, 8], [9, 10], [11]]]
     data = tf.data.Dataset.range(12).batch(5, drop_remainder=True)
-    with pytest.raises(ValueError, match=r"drop_remainder.*has 5 examples"):
-      strategy.experimental_distribute_dataset(data)
+    strategy.experimental_distribute_dataset(data)
+    assert "Each batch has 5 examples" in caplog.text
+    assert "repeats the first 1 examples" in caplog.text
 
   def test_what_is_not_dense(self, strategy: VectorizedStrategy) -> None:
     ragged = tf.ragged.constant([[1], [2, 3], [4]])
@@ -225,6 +227,70 @@ class TestDatasets:
     scalars = tf.data.Dataset.range(3)
     with pytest.raises(ValueError, match=r"no rows to split"):
       strategy.experimental_distribute_dataset(scalars)
+
+
+class TestUnevenBatches:
+  """Ten examples on three replicas, in batches of seven."""
+
+  def _data(self) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
+    return x, x.sum(axis=1, keepdims=True)
+
+  def _models(
+    self, strategy: VectorizedStrategy, jit_compile: bool
+  ) -> tuple[Any, Any]:
+    """Returns a model of the strategy, and the same model on one device."""
+    models = []
+    for scope in (strategy.scope(), contextlib.nullcontext()):
+      with scope:
+        tf.keras.utils.set_random_seed(0)
+        models.append(testbed.network(1))
+        models[-1].compile(
+          "sgd", "mse", metrics=["mae"], jit_compile=jit_compile
+        )
+    return models[0], models[1]
+
+  @pytest.mark.parametrize("jit_compile", [False, True])
+  def test_evaluate_and_predict_count_each_example_once(
+    self, strategy: VectorizedStrategy, jit_compile: bool
+  ) -> None:
+    x, y = self._data()
+    model, plain = self._models(strategy, jit_compile)
+    for size in (7, 2):
+      np.testing.assert_allclose(
+        model.predict(x, batch_size=size, verbose=0),
+        plain.predict(x, batch_size=size, verbose=0),
+        rtol=1e-5,
+      )
+      np.testing.assert_allclose(
+        model.evaluate(x, y, batch_size=size, verbose=0),
+        plain.evaluate(x, y, batch_size=size, verbose=0),
+        rtol=1e-5,
+      )
+
+  def test_fit_repeats_the_first_examples(
+    self, strategy: VectorizedStrategy
+  ) -> None:
+    x, y = self._data()
+    model, plain = self._models(strategy, False)
+    model.fit(x, y, batch_size=7, shuffle=False, verbose=0)
+    for rows in ([*range(7), 0, 1], [7, 8, 9]):
+      plain.train_on_batch(x[rows], y[rows])
+    for own, other in zip(
+      model.get_weights(), plain.get_weights(), strict=True
+    ):
+      np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+  def test_in_a_loop_of_your_own(self, strategy: VectorizedStrategy) -> None:
+    @tf.function
+    def doubled(batch: Any) -> tf.Tensor:
+      results = strategy.run(lambda x: 2 * x, args=(batch,))
+      return strategy.gather(results, axis=0)
+
+    data = tf.data.Dataset.range(10).batch(7)
+    batches = strategy.experimental_distribute_dataset(data)
+    gathered = np.concatenate([doubled(batch) for batch in batches])
+    assert gathered.tolist() == list(range(0, 20, 2))
 
 
 def test_whole_batches_train_as_separate_fits() -> None:

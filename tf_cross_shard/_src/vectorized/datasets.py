@@ -1,13 +1,15 @@
 """Distributes a dataset over replicas, as stacked tensors.
 
-    split   one batch [B, ...]     ─ reshape ─▶  [N, B / N, ...]
+    split   one batch [B, ...]     ───────────▶  [B, ...], split in the program
     deal    N elements [b, ...]    ─ batch ───▶  [N, b, ...]
     share   one batch [B, ...]     ───────────▶  [B, ...], for every replica
 
-The result is one `ReplicaValues`, which tf.data can carry, so that one iterator
-of tf.data returns what all replicas receive, and nothing is split.
+An element is a `ReplicaValues`, which tf.data can carry. So one iterator of
+tf.data returns what all replicas receive, and no operation is added to the
+dataset: to trace and to start them would cost each epoch some 15 milliseconds.
 """
 
+import logging
 from typing import Any
 
 import tensorflow as tf
@@ -88,35 +90,17 @@ def split(
     NotImplementedError: If `options` asks for one iterator per replica.
   """
   _check(dataset, least_rank=1)
-
-  def stack(tensor: tf.Tensor) -> tf.Tensor:
-    rows = tensor.shape[0]
-    if rows is None:
-      rows = tf.shape(tensor)[0]
-      check = tf.debugging.assert_equal(
-        rows % count, 0, _UNEVEN.format(count=count)
+  for spec in tf.nest.flatten(dataset.element_spec):
+    rows = spec.shape[0] if isinstance(spec, tf.TensorSpec) else None
+    if rows is not None and rows % count:
+      logging.getLogger("tf_cross_shard").warning(
+        "Each batch has %d examples, which %d replicas cannot share equally, so"
+        " a training step repeats the first %d examples of the batch. Choose a"
+        " batch size that is a multiple of the number of replicas.",
+        *(rows, count, -rows % count),
       )
-      with tf.control_dependencies([check]):
-        own = tf.shape(tensor, name="rows")[0] // count
-      static = None
-    elif rows % count:
-      raise ValueError(f"{_UNEVEN.format(count=count)} It has {rows} examples.")
-    else:
-      own = static = rows // count
-    shape = tf.concat([[count, own], tf.shape(tensor)[1:]], axis=0)
-    stacked = tf.reshape(tensor, shape)
-    stacked.set_shape([count, static, *tensor.shape[1:]])
-    return stacked
-
-  return _mapped(dataset, stack, count, True, options)
-
-
-_UNEVEN = (
-  "All replicas run one program, so the number of examples in a batch must be a"
-  " multiple of the {count} replicas. Batch with drop_remainder=True and such a"
-  " size, or give each replica the whole batch with"
-  " VectorizedStrategy(..., split_batches=False)."
-)
+      break
+  return _of_replicas(dataset, count, arguments.Layout.BATCH, options)
 
 
 def deal(
@@ -133,37 +117,37 @@ def deal(
   """
   _check(dataset, least_rank=0)
   batched = dataset.batch(count, drop_remainder=True)
-  return _mapped(batched, lambda tensor: tensor, count, True, options)
+  return _of_replicas(batched, count, arguments.Layout.ROWS, options)
 
 
 def share(
   dataset: tf.data.Dataset, count: int, options: Any = None
 ) -> StackedDataset:
   """Gives every replica all elements, without copying them."""
-  return _mapped(dataset, lambda tensor: tensor, count, False, options)
+  return _of_replicas(dataset, count, arguments.Layout.SHARED, options)
 
 
-def _mapped(
+def _of_replicas(
   dataset: tf.data.Dataset,
-  change: Any,
   count: int,
-  is_stacked: bool,
+  layout: arguments.Layout,
   options: Any,
 ) -> StackedDataset:
-  spec = dataset.element_spec
-
-  @tf.autograph.experimental.do_not_convert
-  def convert(*element: Any) -> Any:
-    # tf.data passes a tuple as several arguments: restore its structure.
-    leaves = [
-      None
-      if leaf is None
-      else arguments.ReplicaValues(change(leaf), count, is_stacked)
-      for leaf in tf.nest.flatten(element)
-    ]
-    return tf.nest.pack_sequence_as(spec, leaves)
-
-  return StackedDataset(dataset.map(convert).prefetch(_buffer_size(options)))
+  """Returns the same dataset, with elements of another type."""
+  dataset = dataset.prefetch(_buffer_size(options))
+  spec = tf.nest.map_structure(
+    lambda leaf: (
+      arguments.ReplicaValuesSpec(leaf, count, layout)
+      if not isinstance(leaf, structure.NoneTensorSpec)
+      else leaf
+    ),
+    dataset.element_spec,
+  )
+  variant = tf.data.experimental.to_variant(dataset)
+  changed = tf.data.experimental.from_variant(variant, spec)
+  # Keep the Python functions that the dataset calls.
+  changed.source = dataset
+  return StackedDataset(changed)
 
 
 def _check(dataset: Any, least_rank: int) -> None:

@@ -289,18 +289,67 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
           " inside `with strategy.scope():` of the strategy that runs the"
           " function."
         )
-    outputs = vectorizer.vectorize(
+    vectorize = functools.partial(
+      vectorizer.vectorize,
       function,
       self._count,
-      given.stacks,
-      {key: own.stack_handle for key, own in variables.items()},
+      stacks={key: own.stack_handle for key, own in variables.items()},
     )
-    return arguments.pack_results(
-      structure,
-      [
-        arguments.ReplicaValues(x.t, self._count, x.is_stacked) for x in outputs
-      ],
-    )
+    metrics = {key for key, x in variables.items() if x.may_change_on_one}
+    if given.batches and vectorizer.only_changes(function, metrics):
+      outputs = self._evaluate(function, given, vectorize)
+    else:
+      outputs = self._values(function, given, vectorize(given.stacks))
+    return arguments.pack_results(structure, outputs)
+
+  def _values(
+    self, function: Any, given: arguments.Arguments, outputs: Any
+  ) -> list[arguments.ReplicaValues]:
+    """Returns the outputs of a program that ran on all replicas."""
+    values = []
+    for output, converted in zip(function.outputs, outputs, strict=True):
+      tensor, layout = converted.t, arguments.Layout.SHARED
+      if converted.is_stacked:
+        layout = given.layout_of(output)
+      if layout == arguments.Layout.BATCH:
+        tensor = given.without_filling(tensor)
+      values.append(arguments.ReplicaValues(tensor, self._count, layout))
+    return values
+
+  def _evaluate(
+    self, function: Any, given: arguments.Arguments, vectorize: Any
+  ) -> list[arguments.ReplicaValues]:
+    """Runs a program that changes only metrics, on a batch of any size.
+
+    If the replicas do not divide the batch, replica 0 evaluates all of it: the
+    host reads the sum of the replicas' metrics.
+    """
+    layouts = list(map(given.layout_of, function.outputs))
+
+    def run(inputs: Any, replicas: list[int] | None = None) -> list[tf.Tensor]:
+      tensors = []
+      outputs = vectorize(inputs, replicas=replicas)
+      for converted, layout in zip(outputs, layouts, strict=True):
+        x = converted.t if converted.is_stacked else converted.t[tf.newaxis]
+        if layout == arguments.Layout.BATCH:
+          tensors.append(given.without_filling(x))
+        else:
+          shape = tf.concat([[self._count], tf.shape(x)[1:]], axis=0)
+          tensors.append(tf.broadcast_to(x, shape))
+      return tensors
+
+    def run_on_first() -> list[tf.Tensor]:
+      return run(given.of_first_replica(), [0])
+
+    is_divisible = given.size % self._count == 0
+    if tf.is_tensor(is_divisible):
+      tensors = tf.cond(is_divisible, lambda: run(given.stacks), run_on_first)
+    else:
+      tensors = run_on_first()
+    return [
+      arguments.ReplicaValues(tensor, self._count, layout)
+      for tensor, layout in zip(tensors, layouts, strict=True)
+    ]
 
   def variables_of(self, function: Any) -> dict[int, Any]:
     """Returns the captured variables of this strategy, by id of the handle."""
@@ -346,6 +395,11 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
   # its replicas as one program.
   adds_in_float32 = True
   gathers_rows = True
+  # XLA updates the stacks of all variables together. A kernel would take one
+  # learning rate for all replicas, and as operations its formula reads and
+  # writes each stack some ten times. CPU time of a step of 16 networks of three
+  # layers of 256 with Adam: 15.2 ms, by operations 21.3 ms.
+  compiles_updates = True
   cross_replica_sum = staticmethod(replica_context.cross_replica_sum)
   all_to_all = staticmethod(replica_context.all_to_all)
   same_on_all_replicas = staticmethod(replica_context.same_on_all_replicas)
@@ -437,6 +491,9 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       return self._replica_ctx_all_reduce(operation, [value])[0]
     # A value that is not per replica counts once for each replica.
     parts = self._local_results(value)
+    if axis is None and isinstance(value, arguments.ReplicaValues):
+      # Keras adds up the replicas' examples, to learn their shape.
+      parts = value.equal_parts()
     parts = parts * (self._count // len(parts))
     tensors = [tf.convert_to_tensor(part) for part in parts]
     size = tf.add_n(list(map(tf.size, tensors)))

@@ -106,6 +106,20 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Each replica's copy, to read and assign on the host."""
     return tuple(RowView(self, i) for i in range(self._count))
 
+  @property
+  def is_summed_on_reading(self) -> bool:
+    """Whether the host reads the sum of all copies, as of metrics."""
+    return self._on_read == _Aggregation.SUM
+
+  @property
+  def may_change_on_one(self) -> bool:
+    """Whether the host reads the same if only replica 0 changes its copy.
+
+    This holds for metrics, whose sum the host reads, and for counters of calls.
+    """
+    is_counter = self.aggregation == _Aggregation.ONLY_FIRST_REPLICA
+    return self.is_summed_on_reading or is_counter
+
   def read_stack(self) -> tf.Tensor:
     """Returns the copies of all replicas, of shape `[N, ...]`."""
     stack = _read(self.stack_handle, self._dtype)
@@ -132,10 +146,9 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Returns replica 0's value, or the sum or mean of all values."""
     if self._stack is None and tf.executing_eagerly():
       value = _read(self.replica_handle, self._dtype)
-      is_sum = self._on_read == _Aggregation.SUM
-      return value * self._count if is_sum else value
+      return value * self._count if self.is_summed_on_reading else value
     stack = self.read_stack()
-    if self._on_read == _Aggregation.SUM:
+    if self.is_summed_on_reading:
       return tf.reduce_sum(stack, axis=0)
     if self._on_read == _Aggregation.MEAN:
       return tf.reduce_mean(stack, axis=0)
@@ -178,7 +191,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
 
   def _share(self, value: tf.Tensor) -> tf.Tensor:
     """Returns what each copy gets of a value that the host assigns."""
-    if self._on_read != _Aggregation.SUM:
+    if not self.is_summed_on_reading:
       return value
     # The host reads the sum of the copies, so each copy is an equal part.
     return tf.cast(value / self._count, value.dtype)

@@ -17,11 +17,11 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
-from tensorflow.python.framework import func_graph
+from tensorflow.python.framework import auto_control_deps_utils, func_graph
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
 
@@ -34,6 +34,8 @@ _NEEDED: Final = (
 # More replicas than these run in a loop where an operation cannot be converted;
 # fewer get an operation each, which is faster.
 _MOST_UNROLLED: Final = 64
+# Operations through which replicas exchange values.
+_EXCHANGES: Final = {"XlaAllReduce", "XlaReduceScatter"}
 _XLA: Final = "_XlaMustCompile"
 
 Call = Any  # pfor's description of an operation and of its converted inputs.
@@ -108,6 +110,7 @@ def vectorize(
   count: int,
   inputs: Sequence[tf.Tensor],
   stacks: dict[int, Any],
+  replicas: Sequence[int] | None = None,
 ) -> list[Wrapped]:
   """Adds a replica's program, for all replicas, to the graph being built.
 
@@ -117,6 +120,7 @@ def vectorize(
     inputs: For each input of the program, a tensor with a first axis.
     stacks: Maps the id of a variable's handle in the program to the handle of
       the variable's stack.
+    replicas: The replicas that run the program, if it is not all of them.
 
   Returns:
     The outputs of the program.
@@ -133,8 +137,33 @@ def vectorize(
   ]
   given = [*(pfor.wrap(tensor, True) for tensor in inputs), *captured]
   with _converting():
-    outputs = _inline(outer, function.graph, given)
+    indices = None if replicas is None else tf.constant(replicas)
+    outputs = _inline(outer, function.graph, given, indices=indices)
   return outputs[: len(function.outputs)]
+
+
+def only_changes(function: Any, handles: Collection[int]) -> bool:
+  """Returns whether a program changes no variables but these.
+
+  Args:
+    function: The program, a concrete function.
+    handles: Ids of variables' handles.
+
+  Programs whose replicas exchange values are never found to be such.
+  """
+  graph = function.graph
+  library = graph.as_graph_def().library.function
+  operations = [op.type for op in graph.get_operations()]
+  operations += [node.op for body in library for node in body.node_def]
+  if not _EXCHANGES.isdisjoint(operations):
+    return False
+  read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph
+  kept = {id(graph.inputs[i]) for i in read_only(graph)}
+  return all(
+    id(outside) in handles or id(inside) in kept
+    for outside, inside in graph.captures
+    if outside.dtype == tf.resource
+  )
 
 
 def _inline(
