@@ -337,13 +337,21 @@ def plan(
   if wanted is False:
     return Plan(reason="fused_update=False", applies_to_sparse=True, own=own)
   kernel = find_kernel(optimizer)
+  may_compile = in_function and can_compile(optimizer)
+  if wanted is None and kernel and kernel.slots and may_compile:
+    extended = keras_private.strategy(optimizer).extended
+    if getattr(extended, "compiles_updates", False):
+      return Plan(
+        may_compile=True,
+        at_any_size=True,
+        reason="the copies of all replicas are updated together",
+      )
   if kernel is not None:
     is_small_too = bool(wanted) or not in_function
     return Plan(kernel, at_any_size=is_small_too, sums_rows=bool(wanted))
   is_faster = keras_class(optimizer) in _FASTER_COMPILED and (
     "update_step" not in vars(optimizer)
   )
-  may_compile = in_function and can_compile(optimizer)
   return Plan(
     may_compile=may_compile and bool(wanted or is_faster),
     at_any_size=bool(wanted),
