@@ -201,3 +201,26 @@ class TestRandomNumbers:
       for i in range(N)
     ]
     assert self._draw(draw) == expected
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("same_batch", [False, True])
+def test_convolutions(same_batch: bool, jit: bool) -> None:
+  """Exact, since all numbers are multiples of small powers of two."""
+  images = (np.arange(4 * 6 * 6 * 2) % 5 - 2.0).reshape(4, 6, 6, 2)
+
+  def step(filters: Any, x: tf.Tensor) -> tf.Tensor:
+    filters.assign(filters * x)
+    batch = tf.constant(images, tf.float32)
+    if not same_batch:
+      batch *= x
+    with tf.GradientTape() as tape:
+      tape.watch(batch)
+      out = tf.nn.conv2d(batch, filters, [1, 2], "SAME", dilations=1)
+      loss = tf.reduce_sum(out * out)
+    of_batch, of_filters = tape.gradient(loss, [batch, filters])
+    filters.assign(of_filters)
+    return of_batch
+
+  filters = (np.arange(3 * 2 * 2 * 5) % 7 - 3.0).reshape(3, 2, 2, 5)
+  _compare(step, filters.astype(np.float32), jit=jit, rtol=0)

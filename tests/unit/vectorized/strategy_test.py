@@ -130,14 +130,14 @@ class TestOperationsWithoutConverter:
   def test_run_in_a_loop_and_are_named_once(
     self, strategy: VectorizedStrategy, caplog: pytest.LogCaptureFixture
   ) -> None:
-    x = np.random.default_rng(0).normal(size=(N, 2, 5, 5, 1)).astype("float32")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(N, 2, 3, 3, 3, 1)).astype("float32")
     with strategy.scope():
-      kernel = tf.Variable(tf.ones([2, 2, 1, 3]))
+      kernel = tf.Variable(tf.ones([2, 2, 2, 1, 3]))
 
     def convolve(x: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
-      kernel.assign_add(tf.fill([2, 2, 1, 3], own))
-      y = tf.nn.conv2d(x, kernel, 1, "VALID")
-      return tf.nn.conv2d(tf.abs(y), tf.ones([1, 1, 3, 1]), 1, "VALID")
+      kernel.assign_add(tf.fill(kernel.shape, own))
+      return tf.nn.conv3d(x, kernel, [1] * 5, "VALID")
 
     with caplog.at_level(logging.INFO, "tf_cross_shard"):
       result = strategy.run(
@@ -145,10 +145,10 @@ class TestOperationsWithoutConverter:
       )
     [record] = caplog.records
     assert "once for each replica" in record.getMessage()
-    assert "Conv2D (1)" in record.getMessage()
+    assert "Conv3D (1)" in record.getMessage()
     for i, own in enumerate(strategy.experimental_local_results(result)):
-      filters = tf.fill([2, 2, 1, 3], 1.0 + i)
-      plain = 3.0 * tf.abs(tf.nn.conv2d(x[i], filters, 1, "VALID"))[..., :1]
+      filters = tf.fill(kernel.shape, 1.0 + i)
+      plain = tf.nn.conv3d(x[i], filters, [1] * 5, "VALID")
       np.testing.assert_allclose(own, plain, rtol=1e-5)
 
   def test_on_variables_are_errors(self, strategy: VectorizedStrategy) -> None:

@@ -307,7 +307,7 @@ def _all_to_all(call: Call) -> Any:
   return [wrap(tf.reshape(received, shape), True)]
 
 
-@converts("Identity")
+@converts("Identity", forced=False)
 def _identity(call: Call) -> Any:
   tensor, is_stacked, _ = call.input(0)
   if is_stacked and replica_context.SAME in call.op.node_def.attr:
@@ -353,7 +353,11 @@ def _element_shape(call: Call) -> Any:
 _LANES: Final = 64
 
 
-@converts(*vectorizer.TRANSCENDENTAL)
+@converts(
+  *("Cos", "Exp", "Expm1", "Log", "Log1p", "Pow", "Rsqrt", "Sigmoid"),
+  *("Sin", "Tanh"),
+  forced=False,
+)
 def _transcendental(call: Call) -> Any:
   """Computes a learning rate, a power, ... with the same bits on all replicas.
 

@@ -26,6 +26,7 @@ from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
   arguments,
   converters,
+  convolutions,
   datasets,
   kernels,
   replica_context,

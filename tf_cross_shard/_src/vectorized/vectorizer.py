@@ -53,11 +53,7 @@ _HARMLESS: Final = frozenset(
   }
 )
 # Operations whose converters are for inputs that differ between replicas.
-TRANSCENDENTAL: Final = (
-  *("Cos", "Exp", "Expm1", "Log", "Log1p", "Pow", "Rsqrt", "Sigmoid"),
-  *("Sin", "Tanh"),
-)
-_NOT_FORCED: Final = {"Identity", "ZerosLike", *TRANSCENDENTAL}
+_NOT_FORCED: Final[set[str]] = set()
 _lock: Final = threading.RLock()
 # pfor's own converters, of those that this package replaces.
 _replaced: Final[dict[str, Converter]] = {}
@@ -78,10 +74,20 @@ def check_version() -> None:
     )
 
 
-def converts(*types: str) -> Callable[[Converter], Converter]:
-  """Registers a converter for these types of operations."""
+def converts(
+  *types: str, forced: bool = True
+) -> Callable[[Converter], Converter]:
+  """Registers a converter for these types of operations.
+
+  Args:
+    *types: The types.
+    forced: Whether to use the converter also if all replicas have the same
+      inputs. Otherwise, the operation is then taken over as it is.
+  """
 
   def register(converter: Converter) -> Converter:
+    if not forced:
+      _NOT_FORCED.update(types)
     CONVERTERS.update(dict.fromkeys(types, converter))
     return converter
 
@@ -224,7 +230,7 @@ def _converting() -> Iterator[None]:
     registry.update(CONVERTERS)
     passed.difference_update(CONVERTERS)
     forced.update(CONVERTERS.keys() - _NOT_FORCED)
-    pfor._fallback_converter = _in_loop
+    pfor._fallback_converter = in_loop
     _looped.clear()
     _of_branches.clear()
     try:
@@ -260,7 +266,7 @@ def cannot_vectorize(operation: str) -> NotImplementedError:
   )
 
 
-def _in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
+def in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
   """Runs an operation that has no converter once for each replica."""
   del root_cause, warn
   # On the stack, the operation would read and change other numbers.
@@ -572,7 +578,7 @@ def _convert_optional_value(call: Call) -> Any:
   return [wrap(value, True) for value in values]
 
 
-@converts("ZerosLike")
+@converts("ZerosLike", forced=False)
 def _convert_zeros(call: Call) -> Any:
   """Converts zeros; pfor's own converter fails for lists of tensors."""
   given = call.input(0)
