@@ -330,6 +330,31 @@ def test_whole_batches_train_as_separate_fits() -> None:
     np.testing.assert_allclose(values, means, rtol=1e-5)
 
 
+def test_xla_updates_large_stacks(strategy: VectorizedStrategy) -> None:
+  rates, shape = [0.5, 0.1, 0.02], [512, 700]  # With N copies, over a million.
+  with strategy.scope():
+    weight = tf.Variable(tf.ones(shape))
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adam(schedules.PerGroup(rates)),
+      group_assignment=groups.singletons(N),
+      loss_averaged_over="replica",
+    )
+
+  def step(x: tf.Tensor) -> None:
+    optimizer.minimize(lambda: tf.reduce_sum((weight - x) ** 2), [weight])
+
+  for _ in range(3):
+    strategy.run(step, args=(_ids(strategy),))
+  [row] = optimizer.describe().rows()
+  assert row["updated_by"] == "XLA"
+  for i, copy in enumerate(testbed.copies(weight)):
+    plain = tf.Variable(tf.ones(shape))
+    adam = tf.keras.optimizers.Adam(rates[i])
+    for _ in range(3):
+      adam.apply_gradients([(2 * (plain - float(i)), plain)])
+    np.testing.assert_allclose(copy, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_evaluate_and_predict_warn_at_the_call(
   caplog: pytest.LogCaptureFixture, strategy: VectorizedStrategy
 ) -> None:

@@ -230,6 +230,7 @@ class Plan:
   Attributes:
     kernel: The kernel for dense gradients; None if no variable has a kernel.
     may_compile: Whether XLA may compile the updates of dense gradients.
+    copies: The number of replicas whose variables are updated together.
     at_any_size: Whether the kernel or XLA does updates of any number of
       elements, on any device.
     reason: Why `kernel` is None.
@@ -244,6 +245,7 @@ class Plan:
 
   kernel: kernels.Kernel | None = None
   may_compile: bool = False
+  copies: int = 1
   at_any_size: bool = False
   reason: str = ""
   applies_to_sparse: bool = False
@@ -288,6 +290,8 @@ class Plan:
       return Way(self.own, "no kernel for row-sparse gradients")
     if dtype not in _DTYPES:
       return Way(self.own, f"no kernel for {dtype.name}")
+    if self.copies > 1 and not why_not_xla:
+      return Way("XLA", "the copies of all replicas are updated together")
     if self._is_slow(variable):
       return Way(self.own, "the kernel is slower for so few elements")
     if self.kernel is not None:
@@ -303,7 +307,8 @@ class Plan:
     dense = [v for v in dense if kernels.dtype_of(v) in _DTYPES]
     if not all("CPU" in variable.device for variable in dense):
       return "; no XLA, because not all variables are on CPUs"
-    if sum(math.prod(v.shape) for v in dense) < _MANY_ELEMENTS:
+    elements = self.copies * sum(math.prod(v.shape) for v in dense)
+    if elements < _MANY_ELEMENTS:
       return "; no XLA, because there are fewer than a million elements"
     return ""
 
@@ -338,14 +343,11 @@ def plan(
     return Plan(reason="fused_update=False", applies_to_sparse=True, own=own)
   kernel = find_kernel(optimizer)
   may_compile = in_function and can_compile(optimizer)
-  if wanted is None and kernel and kernel.slots and may_compile:
-    extended = keras_private.strategy(optimizer).extended
-    if getattr(extended, "compiles_updates", False):
-      return Plan(
-        may_compile=True,
-        at_any_size=True,
-        reason="the copies of all replicas are updated together",
-      )
+  strategy = keras_private.strategy(optimizer)
+  is_stack = getattr(strategy.extended, "stacks_replicas", False)
+  if wanted is None and may_compile and is_stack and kernel and kernel.slots:
+    copies = strategy.num_replicas_in_sync
+    return Plan(kernel, may_compile=True, copies=copies)
   if kernel is not None:
     is_small_too = bool(wanted) or not in_function
     return Plan(kernel, at_any_size=is_small_too, sums_rows=bool(wanted))
