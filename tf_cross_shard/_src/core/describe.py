@@ -153,7 +153,7 @@ def _ways(
   plan = fused.plan(
     optimizer,
     wrapped.fused,
-    engine.is_spmd or fused.is_compiled(optimizer),
+    engine.is_compiled or fused.is_compiled(optimizer),
     in_function=True,
   )
   # Accumulated gradients are dense.

@@ -64,6 +64,7 @@ class VirtualTPUExtended(strategy_lib.VectorizedExtended):
   _for_xla = True
   adds_in_float32 = False
   gathers_rows = False
+  stacks_replicas = False
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)

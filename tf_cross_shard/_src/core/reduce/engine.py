@@ -37,6 +37,7 @@ class Engine(abc.ABC):
     groups: The groups within which all methods sum and gather.
     is_spmd: Whether all replicas run the same program (SPMD), as on
       TPUs.
+    is_compiled: Whether XLA compiles every program of the strategy.
     supports_sparse: Whether row-sparse gradients can be summed without
       becoming dense.
     scatter_bytes: The best size of the buffer of a reduce-scatter, in bytes;
@@ -45,6 +46,7 @@ class Engine(abc.ABC):
   """
 
   is_spmd = False
+  is_compiled = False
   supports_sparse = True
   scatter_bytes: int | None = None
   method = "by the engine's own collectives"

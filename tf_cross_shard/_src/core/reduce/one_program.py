@@ -50,6 +50,10 @@ class TPU(engine.Engine):
   is_spmd = True
   method = "CrossReplicaSum, in one XLA program"
 
+  @property
+  def is_compiled(self) -> bool:  # type: ignore[override]
+    return not getattr(self.strategy.extended, "stacks_replicas", False)
+
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for tensor in tensors:
       if tensor.dtype not in DTYPES:
