@@ -149,6 +149,51 @@ def test_minimize_of_a_function(reduction: str) -> None:
   assert testbed.copies(weight)[3].tolist() != [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_variables_that_the_step_changes_are_restored(fails: bool) -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    weight = tf.Variable([1.0, 2.0, 3.0])
+    count = tf.Variable(0, trainable=False)
+    state = tf.Variable(
+      1.0,
+      trainable=False,
+      synchronization=tf.VariableSynchronization.ON_READ,
+      aggregation=tf.VariableAggregation.SUM,
+    )
+    optimizer = keras3.CrossShardOptimizer("sgd")
+    optimizer.build([weight])
+  for replica, copy in enumerate(strategy.experimental_local_results(state)):
+    copy.assign(float(replica))
+  dataset = iter(tf.data.Dataset.from_tensors(1.0).repeat())
+  table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 1.0)
+
+  @tf.function(jit_compile=True)
+  def compiled(x: Any) -> Any:
+    count.assign_add(1, read_value=False)
+    state.assign_add(tf.reduce_max(x))
+    weight.assign(weight * 2.0)
+    return tf.reduce_mean(x * weight)
+
+  def loss(x: Any) -> Any:
+    value = compiled(x * next(dataset) * table.lookup(tf.constant(0, tf.int64)))
+    one = tf.cast(tf.math.is_finite(value), tf.float32)
+    return value * tf.debugging.check_numerics(one / (not fails), "a fault")
+
+  def step(x: Any) -> None:
+    optimizer.minimize(lambda: loss(x), var_list=[weight])
+
+  if fails:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a fault"):
+      optimizer.check_loss(step, X)
+  else:
+    assert optimizer.check_loss(step, X) == "replica"
+  copies = [testbed.copies(v) for v in (weight, count, state)]
+  assert np.array_equal(copies[0], [[1.0, 2.0, 3.0]] * 4)
+  assert np.array_equal(copies[1], [0] * 4)
+  assert np.array_equal(copies[2], [0.0, 1.0, 2.0, 3.0])
+
+
 def test_one_replica_needs_no_check() -> None:
   def step(x: Any) -> None:
     raise AssertionError(x)

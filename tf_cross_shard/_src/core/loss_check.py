@@ -2,7 +2,8 @@
 
 The sum of the gradients that the replicas would apply, each with its part of
 the batch, is compared with the gradient of one replica with the whole batch.
-Only the gradients are computed: operations that change state do not run.
+Only what the gradients depend on runs, and variables that this changes get
+their values back.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from tf_cross_shard._src.core import loss_factor, replicas
 from tf_cross_shard._src.core import step as step_lib
@@ -105,8 +107,29 @@ def _sum_of(strategy: Any, compute: Callable[[], Any]) -> Any:
 
   # A wrapped function runs only what its results depend on.
   function = tf.compat.v1.wrap_function(on_replicas, [])
-  grads = function.prune([], function.structured_outputs)()
+  pruned = function.prune([], function.structured_outputs)
+  # Functions that the step calls run as a whole, with their assignments.
+  with _restoring_variables(pruned.captured_inputs):
+    grads = pruned()
   return np.concatenate([np.ravel(grad).astype(np.float64) for grad in grads])
+
+
+@contextlib.contextmanager
+def _restoring_variables(captured: list[tf.Tensor]) -> Iterator[None]:
+  """Gives the variables of captured handles the values that they had."""
+  saved = []
+  for handle in captured:
+    data = resource_variable_ops.get_eager_safe_handle_data(handle)
+    # Tensors and iterators have no data, and tables have two types.
+    if data and len(data.shape_and_type) == 1:
+      dtype = data.shape_and_type[0].dtype
+      value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+      saved.append((handle, value))
+  try:
+    yield
+  finally:
+    for handle, value in saved:
+      tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
 @contextlib.contextmanager
