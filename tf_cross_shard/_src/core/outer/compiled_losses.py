@@ -124,8 +124,9 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
       raise ValueError(
         "`jit_compile` must be False in compile under"
         f" {type(step.engine.strategy).__name__}: XLA cannot compile the sum"
-        " over its replicas. Leave it out, or use a strategy whose replicas are"
-        " one program, such as TPUStrategy."
+        " over its replicas. Leave it out, or use"
+        f" tf_cross_shard.VectorizedStrategy({step.engine.num_replicas}), whose"
+        " replicas XLA compiles as one program."
       )
     wrap_losses[package](self)
     if type(self).compute_loss is not compute_loss:
