@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the contract and equivalence tests with other versions of TensorFlow and
-# Keras, and prints a Markdown table with one row for each pair of versions.
+# Runs the contract, equivalence and mixed-precision tests with other versions of
+# TensorFlow and Keras, and prints a Markdown table with one row for each pair.
 #
 #   bash tools/version_matrix.sh              # every row, which takes hours
 #   bash tools/version_matrix.sh 2.16 2.21    # the rows of these TensorFlows
@@ -19,16 +19,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # expected results with Keras and with tf_keras: "tested", "refused", or "-" to
 # run nothing, because another row tests the same versions.
 rows=(
-  "3.11 2.16.2 3.8.0  2.16.0 tested  tested"
+  "3.11 2.16.2 3.10.0 2.16.0 tested  tested"
   "3.11 2.16.2 3.15.1 -      tested  -"
   "3.11 2.16.2 3.5.0  2.15.1 refused refused"
-  "3.11 2.17.1 3.9.2  2.17.0 tested  tested"
-  "3.11 2.17.1 3.15.1 -      tested  -"
-  "3.11 2.18.1 3.8.0  -      tested  -"
+  "3.11 2.17.1 3.15.1 2.17.0 tested  tested"
   "3.11 2.18.1 3.11.3 2.18.0 tested  tested"
   "3.12 2.19.1 3.10.0 -      tested  -"
   "3.12 2.19.1 3.13.2 2.19.0 tested  tested"
-  "3.12 2.19.1 3.7.0  -      refused refused"
+  "3.12 2.19.1 3.9.2  -      refused refused"
   "3.11 2.20.0 3.10.0 2.20.1 tested  tested"
   "3.11 2.20.0 3.14.1 -      tested  -"
   "3.10 2.21.0 3.12.4 2.21.0 tested  tested"
@@ -36,7 +34,7 @@ rows=(
   "3.13 2.21.0 3.15.1 2.21.0 tested  tested"
   "3.11 2.15.1 2.15.0 2.15.1 refused refused"
 )
-tests=(tests/equivalence/{contract,equivalence}_test.py)
+tests=(tests/equivalence/{contract,equivalence,mixed_precision}_test.py)
 # These tests run only with Keras 3; `both_tests` also needs tf_keras.
 keras3_tests=(tests/unit/core/keras3/classes_test.py)
 both_tests=(tests/unit/core/tf_keras/classes_test.py)

@@ -51,8 +51,8 @@ def optimizers_of(library: Any) -> dict[str, Callable[..., Any]]:
       kind = getattr(home, "SGD" if name == "Momentum" else name, None)
       if kind is not None:
         found[prefix + name] = functools.partial(kind, **options)
-  # Muon came with Keras 3.9. In 3.12 its update reads an attribute that
-  # TensorFlow's variables lack, so that plain Keras cannot use it either.
+  # In Keras 3.12, Muon's update reads an attribute that TensorFlow's variables
+  # lack, so that plain Keras cannot use it either.
   muon = getattr(library.optimizers, "Muon", None)
   if muon and "_should_use_adamw" not in inspect.getsource(muon.update_step):
     found["Muon"] = functools.partial(muon, 0.01)

@@ -41,7 +41,7 @@ def _refusal(module: types.ModuleType) -> str:
   [
     ("tensorflow", "2.15.1", "needs TensorFlow 2.16 or newer, but 2.15.1 is"),
     ("tensorflow", "2.16.0rc0", "pip install --upgrade 'tensorflow>=2.16'"),
-    ("keras", "3.7.0", "pip install --upgrade 'keras>=3.8'"),
+    ("keras", "3.9.2", "pip install --upgrade 'keras>=3.10'"),
     ("tf_keras", "2.15.1", TF_KERAS_REMEDY),
   ],
 )
@@ -56,8 +56,8 @@ def test_old_versions_are_refused(
   ("package", "version"),
   [
     ("tensorflow", "2.16.0"),
-    ("keras", "3.8.0"),
-    ("keras", "3.9.0rc1"),
+    ("keras", "3.10.0"),
+    ("keras", "3.11.0rc1"),
     ("tf_keras", "2.16.0"),
   ],
 )
@@ -81,7 +81,7 @@ def test_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
   ("package", "words"),
   [
     ("tensorflow", "pip install '.[cpu]'"),
-    ("keras", "pip install 'keras>=3.8'"),
+    ("keras", "pip install 'keras>=3.10'"),
     ("tf_keras", TF_KERAS_REMEDY),
   ],
 )

@@ -239,6 +239,6 @@ def _shown(value: Any) -> str:
   """Formats a value for an error: one line, shortened."""
   try:
     text = repr(value)
-  except Exception:  # Keras 3.8 cannot show a variable in a graph.
+  except Exception:  # Keras 3.10 cannot show a variable in a graph.
     text = f"a {type(value).__name__}"
   return textwrap.shorten(text, 200, placeholder=" ...")

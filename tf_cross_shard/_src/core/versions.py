@@ -2,9 +2,10 @@
 
 With an unsupported Keras, a program does not fail, but trains wrongly. Before
 version 3.8, gradients in custom loops are not reduced at all, or `fit` does not
-divide the loss by the number of replicas. Importing this package with such a
-version therefore raises an error. The check looks at the Keras that `tf.keras`
-refers to.
+divide the loss by the number of replicas. Keras 3.8 and 3.9 do not tell the
+optimizer of the loss scale of `mixed_float16`. Importing this package with such
+a version therefore raises an error. The check looks at the Keras that
+`tf.keras` refers to.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from typing import Any
 
 from packaging import version
 
-OLDEST_KERAS = "3.8"
+OLDEST_KERAS = "3.10"
 OLDEST_TF_KERAS = "2.16"
 OLDEST_TENSORFLOW = "2.16"
 
