@@ -55,9 +55,11 @@ def test_groups_may_be_divided_later(which: str) -> None:
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(
+  ("shards", "swaps"), [(True, True), (True, False), (False, True)]
+)
 def test_averages_in_shards_warn_at_evaluation(
-  shards: bool, caplog: pytest.LogCaptureFixture
+  shards: bool, swaps: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
   swap = getattr(tf.keras.callbacks, "SwapEMAWeights", None)
   if swap is None:
@@ -71,6 +73,6 @@ def test_averages_in_shards_warn_at_evaluation(
     model.compile(optimizer, "mse")
   x = np.ones([4, 1], "f")
   for _ in range(2):
-    model.fit(x, x, batch_size=4, verbose=0, callbacks=[swap()])
+    model.fit(x, x, batch_size=4, verbose=0, callbacks=[swap()] * swaps)
   found = [r.message for r in caplog.records if "SwapEMAWeights" in r.message]
-  assert len(found) == shards
+  assert len(found) == (shards and swaps)

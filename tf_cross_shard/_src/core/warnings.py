@@ -16,6 +16,7 @@ from absl import logging
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 _MIXED_EVALUATION: Final = (
@@ -26,9 +27,10 @@ _MIXED_EVALUATION: Final = (
   " all rows; see docs/callbacks.md."
 )
 _SHARDED_AVERAGES: Final = (
-  "%s divides the moving averages among the replicas (`shard_update`). `fit`"
-  " has written the averages into the model, but Keras' SwapEMAWeights cannot"
-  " read such averages, and evaluates other weights: do not use it here."
+  "%s divides the moving averages among the replicas (`shard_update`), where"
+  " Keras' SwapEMAWeights does not find them: fit(validation_data=...)"
+  " evaluated other weights. Do not pass the callback; `fit` writes the"
+  " averages into the model when it ends."
 )
 # The attribute that remembers the groups of the last optimizer that was built
 # on a variable.
@@ -129,7 +131,11 @@ class GroupWarnings:
     is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
     if not self.is_evaluated_by_group and not is_alike:
       self.before_evaluating()
-    if has_sharded_averages and _SHARDED_AVERAGES not in self._logged:
+    if (
+      has_sharded_averages
+      and _SHARDED_AVERAGES not in self._logged
+      and keras_private.callback_of_fit("SwapEMAWeights")
+    ):
       self._logged.add(_SHARDED_AVERAGES)
       logging.warning(_SHARDED_AVERAGES, self._name)
 

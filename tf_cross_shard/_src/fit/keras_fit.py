@@ -2,9 +2,7 @@
 
 # ruff: noqa: SLF001  # This file is about private names of Keras.
 
-import sys
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -28,23 +26,9 @@ def batches_per_call(model: Any) -> int:
   return int(model._steps_per_execution.numpy())
 
 
-def arguments_of_fit() -> Mapping[str, Any]:
-  """Returns the local variables of the Keras `fit` that calls this package.
-
-  This looks at call frames, which decide only what is logged and printed.
-  """
-  frame: types.FrameType | None = sys._getframe(1)
-  while frame is not None:
-    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
-      # `fit` sets `validation_data` itself if it splits the training data.
-      return frame.f_locals
-    frame = frame.f_back
-  return {}
-
-
 def shuffles_arrays() -> bool:
   """Returns whether the `fit` that calls this package shuffles arrays."""
-  arguments = arguments_of_fit()
+  arguments = keras_private.arguments_of_fit()
   # A dataset, a generator and a `PyDataset` have no shape, and Keras ignores
   # `shuffle` for most of them.
   data = tf.nest.flatten(arguments.get("x"))
@@ -54,11 +38,7 @@ def shuffles_arrays() -> bool:
 
 def progress_bar_of_fit() -> Any:
   """Returns the callback that prints the progress of `fit`; None if silent."""
-  all_callbacks = getattr(arguments_of_fit().get("callbacks"), "callbacks", ())
-  for callback in all_callbacks:
-    if type(callback).__name__ == "ProgbarLogger":
-      return callback
-  return None
+  return keras_private.callback_of_fit("ProgbarLogger")
 
 
 def begin_at(model: Any, epoch: int | None) -> None:

@@ -8,7 +8,9 @@ value.
 # ruff: noqa: SLF001  # This file is about private names of Keras.
 
 import importlib
-from collections.abc import Sequence
+import sys
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -97,6 +99,26 @@ def has_waiting(optimizer: Any, name: str) -> bool:
   """Returns whether restored values wait for `build` to create an attribute."""
   optimizer._maybe_initialize_trackable()
   return name in optimizer._deferred_dependencies
+
+
+def arguments_of_fit() -> Mapping[str, Any]:
+  """Returns the local variables of the Keras `fit` that calls this package.
+
+  This looks at call frames, which decide only what is logged and printed.
+  """
+  frame: types.FrameType | None = sys._getframe(1)
+  while frame is not None:
+    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
+      # `fit` sets `validation_data` itself if it splits the training data.
+      return frame.f_locals
+    frame = frame.f_back
+  return {}
+
+
+def callback_of_fit(name: str) -> Any:
+  """Returns the callback of a class of Keras in `fit`; None without one."""
+  callbacks = getattr(arguments_of_fit().get("callbacks"), "callbacks", ())
+  return next((c for c in callbacks if type(c).__name__ == name), None)
 
 
 # The attribute of a Keras optimizer that lists moving averages of the weights.
