@@ -1,12 +1,11 @@
-"""Trains on handwritten digits on several replicas, without and with groups.
+"""Trains 16 models on handwritten digits in one `fit`, and counts the cost.
 
-    python examples/digits.py --replicas=8 --group_size=2
+    python examples/digits.py --learning_rates=0.001,0.01,0.1
 
-In the first run, all replicas sum their gradients together. In the second run,
-only the replicas of a group do. Each group then trains its own model, on its
-own share of the data, with its own learning rate, in the same call of `fit`.
-Then plain Keras trains such models one after the other, to compare the costs.
-You need no download and no GPU.
+In the first run, replicas share each batch and sum their gradients: they train
+one model. In the second run, each replica trains a model of its own, with its
+own learning rate, on all images. At last, plain Keras trains two such models,
+one after the other, to compare the costs. You need no download and no GPU.
 """
 
 import os
@@ -17,46 +16,43 @@ import time
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import command_line
 import digits_dataset
-import group_history
+import matplotlib as mpl
 import numpy as np
-import replicas
 import tensorflow as tf
 from absl import app, flags, logging
 
 from tf_cross_shard import (
   CrossShardOptimizer,
+  VectorizedStrategy,
   callbacks,
+  groups,
   local_strategy,
   schedules,
 )
-from tf_cross_shard import groups as groups_lib
+
+mpl.use("Agg")  # Draws into files: no screen is needed.
+from matplotlib import pyplot as plt
 
 _REPLICAS = flags.DEFINE_integer(
-  "replicas", 8, "Number of devices to train on.", lower_bound=1
+  "replicas", 4, "Replicas of the one model of the first run.", 1
 )
-_GROUP_SIZE = flags.DEFINE_integer(
-  "group_size",
-  2,
-  "Replicas in each group of the second run. The program uses fewer if that"
-  " many would give only one group, or do not divide --replicas.",
-  1,
-)
-_EPOCHS = flags.DEFINE_integer("epochs", 15, "Epochs of each run.", 1)
+_EPOCHS = flags.DEFINE_integer("epochs", 20, "Epochs of each run.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(
-  "batch_size", 64, "Images in each step, for all replicas together.", 1, 1024
+  "batch_size", 64, "Images in each step of a model.", 1, 1024
 )
 _RATES = flags.DEFINE_list(
   "learning_rates",
-  ["0.0005", "0.002", "0.008", "0.032"],
-  "Adam's learning rates, one for each group. The list repeats if there"
-  " are more groups. The ungrouped run uses the second learning rate.",
+  [f"{rate:.2g}" for rate in np.geomspace(0.0001, 0.3, 16)],
+  "Adam's learning rates, one for each model of the second run, at least two."
+  " The first run uses the one in the middle.",
 )
 _SHARD_UPDATE = flags.DEFINE_bool(
-  "shard_update", False, "Divide Adam's state among the replicas of a group."
+  "shard_update", False, "Divide Adam's state among the replicas of a model."
 )
 _SEED = flags.DEFINE_integer(
   "seed", 0, "Seed of the weights and of the order of the images."
@@ -70,138 +66,152 @@ _DATA_DIR = flags.DEFINE_string(
 )
 
 
-def train(
-  strategy: tf.distribute.Strategy,
-  groups: groups_lib.Groups,
-  rates: Sequence[float],
-  train_data: tf.data.Dataset,
-  test_data: tf.data.Dataset,
-) -> group_history.GroupHistory:
-  """Trains from the same initial weights in each call; returns the history."""
+def fit(
+  optimizer: Callable[[Any], Any], rate: Any, **options: Any
+) -> tuple[dict[str, list[float]], float]:
+  """Trains a model; returns its history, and the seconds of CPU time.
+
+  Args:
+    optimizer: Wraps Adam, or returns it as it is.
+    rate: Adam's learning rate.
+    **options: Arguments of Keras' `fit`.
+  """
+  # Each run has its own dataset, so all see the images in the same order.
+  train, test = digits_dataset.load(
+    _BATCH_SIZE.value, _DATA_DIR.value, _SEED.value
+  )
   # After the data, since preparing the data consumes random numbers.
   tf.keras.utils.set_random_seed(_SEED.value)
-  steps = len(train_data)
-  with strategy.scope():
-    model = digits_dataset.make_model()
-    decays = [
-      tf.keras.optimizers.schedules.CosineDecay(rate, _EPOCHS.value * steps)
-      for rate in rates
+  hidden = [tf.keras.layers.Dense(64, "relu") for _ in range(2)]
+  model = tf.keras.Sequential(
+    [
+      tf.keras.Input(digits_dataset.IMAGE_SHAPE),
+      tf.keras.layers.Flatten(),
+      *hidden,
+      tf.keras.layers.Dense(digits_dataset.NUM_CLASSES),
     ]
-    model.compile(
-      optimizer=CrossShardOptimizer(
-        tf.keras.optimizers.Adam(schedules.PerGroup(decays)),
-        group_assignment=groups,
-        shard_update=_SHARD_UPDATE.value,
-      ),
-      loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-      metrics=["accuracy"],
-    )
-  history = group_history.GroupHistory(groups, [f"{rate:g}" for rate in rates])
-  watching = [callbacks.GroupMetrics(test_data), history]
-  if _LOGS.value and groups.num_groups > 1:
-    watching.append(callbacks.GroupTensorBoard(_LOGS.value))
-  model.fit(
-    train_data.repeat(),  # One iterator for all epochs.
+  )
+  model.compile(
+    optimizer(tf.keras.optimizers.Adam(rate)),
+    tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=["accuracy"],
+  )
+  start = time.process_time()
+  history = model.fit(
+    train,
     epochs=_EPOCHS.value,
-    steps_per_epoch=steps,
     shuffle=False,  # The dataset is shuffled already.
-    verbose=2,  # One line per epoch, with the metrics of each group.
-    callbacks=watching,
-  )
-  return history
+    verbose=0,
+    **({"validation_data": test} | options),
+  ).history
+  return history, time.process_time() - start
 
 
-def train_separately(
-  rates: Sequence[float],
-  train_data: tf.data.Dataset,
-  test_data: tf.data.Dataset,
+def fit_one(rate: float) -> tuple[list[float], float]:
+  """Trains one model on all replicas; returns its accuracies, and the cost."""
+  with local_strategy(_REPLICAS.value).scope():
+    history, seconds = fit(
+      lambda adam: CrossShardOptimizer(adam, shard_update=_SHARD_UPDATE.value),
+      rate,
+    )
+  return history["val_accuracy"], seconds
+
+
+def fit_all(rates: Sequence[float]) -> tuple[np.ndarray, list[float], float]:
+  """Trains one model for each learning rate in one `fit`.
+
+  Returns the accuracies, by epoch and model, those of the mean prediction of
+  all models, and the cost.
+  """
+  _, test = digits_dataset.load(_BATCH_SIZE.value, _DATA_DIR.value)
+  singles = groups.singletons(len(rates))
+
+  def report(epoch: int, logs: Any) -> None:
+    found = [logs[f"val_accuracy/group_{i}"] for i in range(len(rates))]
+    if (epoch + 1) % 5 == 0:
+      best = int(np.argmax(found))
+      print(f"epoch {epoch + 1}: {found[best]:.2%} with {rates[best]:g}")
+
+  watching: list[Any] = [
+    callbacks.GroupMetrics(test),
+    tf.keras.callbacks.LambdaCallback(on_epoch_end=report),
+  ]
+  if _LOGS.value:
+    watching.append(callbacks.GroupTensorBoard(_LOGS.value))
+  with VectorizedStrategy(len(rates), split_batches=False).scope():
+    history, seconds = fit(
+      lambda adam: CrossShardOptimizer(adam, group_assignment=singles),
+      schedules.PerGroup(list(rates)),
+      validation_data=None,  # GroupMetrics evaluates each model.
+      callbacks=watching,
+    )
+  accuracy = [history[f"val_accuracy/group_{i}"] for i in range(len(rates))]
+  return np.transpose(accuracy), history["val_accuracy/ensemble"], seconds
+
+
+def draw(
+  rates: Sequence[float], accuracy: np.ndarray, ensemble: Sequence[float]
 ) -> None:
-  """Trains the model of each group with plain Keras, one after the other."""
-  for group, rate in enumerate(rates):
-
-    def share(x: tf.Tensor, group: int = group) -> tf.Tensor:
-      return tf.split(x, len(rates))[group]
-
-    steps = len(train_data)
-    tf.keras.utils.set_random_seed(_SEED.value)
-    model = digits_dataset.make_model()
-    decay = tf.keras.optimizers.schedules.CosineDecay(
-      rate, _EPOCHS.value * steps
-    )
-    model.compile(
-      optimizer=tf.keras.optimizers.Adam(decay),
-      loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-      metrics=["accuracy"],
-    )
-    model.fit(
-      train_data.map(lambda x, y, share=share: (share(x), share(y))).repeat(),
-      epochs=_EPOCHS.value,
-      steps_per_epoch=steps,
-      validation_data=test_data,
-      shuffle=False,
-      verbose=0,
-    )
-
-
-def conclusion(
-  ungrouped: group_history.GroupHistory, grouped: group_history.GroupHistory
-) -> str:
-  """Returns a summary of the two runs."""
-  last = grouped.accuracy[-1]
-  best = int(np.argmax(last))
-  return (
-    f"One job tried {len(last)} learning rates, each on 1/{len(last)} of the"
-    f" images: {grouped.names[best]} was best, with an accuracy of"
-    f" {last[best]:.1%}. The groups' mean prediction has"
-    f" {grouped.ensemble[-1]:.1%}. One model, trained on all images with the"
-    f" learning rate {ungrouped.names[0]}, has"
-    f" {ungrouped.accuracy[-1][0]:.1%}."
+  """Draws the accuracy of each model, by epoch and by learning rate."""
+  percents = 100 * accuracy
+  epochs = range(1, len(percents) + 1)
+  colors = plt.get_cmap("viridis")(np.linspace(0, 0.95, len(rates)))
+  figure, (left, right) = plt.subplots(
+    1, 2, figsize=(13, 5), sharey=True, layout="constrained"
   )
+  for i, rate in enumerate(rates):
+    left.plot(epochs, percents[:, i], color=colors[i], label=f"{rate:g}")
+  mean = {"color": "black", "linestyle": "--", "label": "mean prediction"}
+  left.plot(epochs, 100 * np.array(ensemble), **mean)
+  left.set(xlabel="epoch", ylabel="accuracy on the test images (%)")
+  left.set(title=f"{len(rates)} models in one fit", ylim=(0, 102))
+  right.scatter(rates, percents[-1], color=colors, zorder=3)
+  right.plot(rates, percents[-1], color="#BBBBBB")
+  right.axhline(100 * ensemble[-1], **mean)
+  right.set(xlabel="learning rate", xscale="log", title="After the last epoch")
+  left.xaxis.get_major_locator().set_params(integer=True)
+  for axes in (left, right):
+    axes.grid(alpha=0.3)
+  lines, labels = left.get_legend_handles_labels()
+  figure.legend(lines, labels, loc="outside right upper", title="learning rate")
+  figure.savefig(_PICTURE.value, dpi=110, format="png")
+  plt.close(figure)
 
 
 def main(argv: Sequence[str]) -> None:
-  """Trains without and with groups, prints a table and draws a plot."""
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
+  """Trains one model and many, prints a table and draws a plot."""
   rates = [float(rate) for rate in _RATES.value]
+  count = len(rates)
+  if len(argv) > 1 or count < 2:
+    raise app.UsageError(f"Unknown arguments, or one rate: {argv[1:]} {rates}")
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
-  num_replicas = _REPLICAS.value
-  strategy = local_strategy(num_replicas)
-  runs = {"ungrouped": groups_lib.contiguous(num_replicas, num_replicas)}
-  groups = replicas.choose_groups(num_replicas, _GROUP_SIZE.value)
-  if groups is None:
-    print("One replica cannot be divided into groups: there is only one run.")
-  else:
-    runs["grouped"] = groups
+  middle = rates[count // 2]
+  print(f"One model on {_REPLICAS.value} replicas")
+  one, seconds = fit_one(middle)
+  print(f"{count} models in one fit")
+  accuracy, ensemble, seconds_of_all = fit_all(rates)
+  print("Two models by plain Keras, one after the other\n")
+  two = sum(fit(lambda adam: adam, rate)[1] for rate in rates[:2])
+  last = accuracy[-1]
 
-  batch_size = replicas.divisible(_BATCH_SIZE.value, num_replicas)
-  # Each run has its own dataset, so both see the images in the same order.
-  data = {
-    name: digits_dataset.load(batch_size, _DATA_DIR.value, _SEED.value)
-    for name in runs
-  }
+  def row(*cells: str) -> str:
+    return "{:24}  {:>13}  {:>8}  {:>8}".format(*cells).rstrip()
 
-  histories, costs = {}, {}
-  for name, grouping in runs.items():
-    print(f"\n{name}\n{grouping.draw()}\n")
-    chosen = [rates[i % len(rates)] for i in range(grouping.num_groups)]
-    if grouping.num_groups == 1:
-      chosen = [rates[1 % len(rates)]]
-    start = time.process_time()
-    histories[name] = train(strategy, grouping, chosen, *data[name])
-    costs[name] = time.process_time() - start
-  print(f"\n{group_history.table(histories)}\n")
-  if groups is not None:
-    print(conclusion(histories["ungrouped"], histories["grouped"]))
-    start = time.process_time()
-    train_separately(chosen, *data["grouped"])
-    print(
-      f"The one fit took {costs['grouped']:.0f} s of CPU time;"
-      f" {len(chosen)} separate fits of plain Keras took"
-      f" {time.process_time() - start:.0f} s."
-    )
-  group_history.draw(histories, _PICTURE.value)
-  print(f"The learning curves are in {_PICTURE.value}.")
+  print(row("", "learning rate", "accuracy", "CPU time"))
+  replicas = f"one model, {_REPLICAS.value} replicas"
+  print(row(replicas, f"{middle:g}", f"{one[-1]:.2%}", f"{seconds:.1f} s"))
+  for i, rate in enumerate(rates):
+    print(row(f"model {i} of {count}", f"{rate:g}", f"{last[i]:.2%}", ""))
+  print(row("their mean prediction", "", f"{ensemble[-1]:.2%}", ""))
+  print(row(f"{count} models in one fit", "", "", f"{seconds_of_all:.1f} s"))
+  separate = f"{two * count / 2:.1f} s"
+  print(row(f"{count} separate fits", "", "", separate))
+  print(
+    f"\nThe cost of {count} separate fits is {count / 2:g} times that of two"
+    f" fits of plain Keras.\nThe best learning rate is"
+    f" {rates[int(np.argmax(last))]:g}. The curves are in {_PICTURE.value}."
+  )
+  draw(rates, accuracy, ensemble)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python examples/optuna_trials.py --rounds=4
 
 In each round, Optuna suggests the settings of four trials. Four groups train
-them in one `fit`. Then Optuna gets the accuracy of each trial.
+them in one `fit`, on the same batches. Then Optuna gets the accuracy of each
+trial.
 """
 
 import tempfile
@@ -17,9 +18,9 @@ from absl import flags, logging
 
 from tf_cross_shard import (
   CrossShardOptimizer,
+  VectorizedStrategy,
   callbacks,
   groups,
-  local_strategy,
   trials,
 )
 
@@ -45,8 +46,9 @@ def main(argv: Sequence[str]) -> None:
   """Runs all rounds; prints the best trial after each round."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   optuna.logging.set_verbosity(optuna.logging.WARNING)
-  strategy, four = local_strategy(4), groups.singletons(4)
-  train, test = digits_dataset.load(128, _DATA_DIR.value)
+  strategy = VectorizedStrategy(4, split_batches=False)
+  four = groups.singletons(4)
+  train, test = digits_dataset.load(64, _DATA_DIR.value)
   sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=0)
   study = optuna.create_study(direction="maximize", sampler=sampler)
   for number in range(_ROUNDS.value):

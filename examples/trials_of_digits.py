@@ -2,10 +2,11 @@
 
     python examples/trials_of_digits.py --folder=trials
 
-All trials are trained for three epochs, the best half for six epochs, and the
-best four for twelve epochs. Afterwards, the folder contains the table, the best
-model, and the learning curves for TensorBoard (in `board`). If you stop the
-program, start it again with the same command: it continues where it was.
+All trials see the same batches. They are trained for three epochs, the best
+half for six epochs, and the best four for twelve epochs. Afterwards, the folder
+contains the table, the best model, and the learning curves for TensorBoard (in
+`board`). If you stop the program, start it again with the same command: it
+continues where it was.
 """
 
 import itertools
@@ -19,9 +20,9 @@ from absl import flags, logging
 
 from tf_cross_shard import (
   CrossShardOptimizer,
+  VectorizedStrategy,
   callbacks,
   groups,
-  local_strategy,
   trials,
 )
 
@@ -42,8 +43,8 @@ def main(argv: Sequence[str]) -> None:
   """Trains all trials, prints the table, and saves the best model."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   four, folder = groups.singletons(4), _FOLDER.value
-  strategy = local_strategy(4)
-  train, test = digits_dataset.load(128, _DATA_DIR.value)
+  strategy = VectorizedStrategy(4, split_batches=False)
+  train, test = digits_dataset.load(64, _DATA_DIR.value)
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     table = trials.Table(SETTINGS, four)

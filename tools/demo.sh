@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on real data on four replicas, ungrouped and grouped; see
-# examples/digits.py, which also gets the arguments.
+# Trains 16 models on real data in one `fit`; see examples/digits.py, which also
+# gets the arguments.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh

@@ -18,7 +18,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
   "docs/callbacks.md": 3,
   "docs/coming_from.md": 1,
-  "docs/custom_loops.md": 1,
+  "docs/custom_loops.md": 2,
   "docs/embeddings.md": 1,
   "docs/groups.md": 4,
   "docs/limits.md": 1,
