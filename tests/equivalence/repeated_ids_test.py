@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
+from tf_cross_shard import VectorizedStrategy
 
 ROWS, WIDTH, LOOKUPS = 8, 2, 16
 _RNG = np.random.default_rng(0)
@@ -27,6 +28,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
   {"clipvalue": 0.3},
   {"weight_decay": 0.1},
 )
+VECTORIZED = VectorizedStrategy(testbed.REPLICAS)
+# Only without settings, to save time.
+UNFUSED = [({"reduction": "sum", "fused_update": False}, VECTORIZED)]
 
 
 def _train(which: str, make: Any, strategy: Any = None, **options: Any) -> Any:
@@ -77,11 +81,17 @@ def test_default_is_plain_keras(which: str, kind: str) -> None:
       ({"reduction": "sum"}, None),
       ({"reduction": "sum", "fused_update": False}, None),
       ({"reduction": "sum"}, testbed.mirrored()),
+      ({"reduction": "sum"}, VECTORIZED),
+      *UNFUSED[bool(settings) :],
     ):
       found = _train(which, make_one, strategy, **options)
       # A kernel updates where `global_clipnorm` makes gradients dense.
       np.testing.assert_allclose(
-        found, plain, rtol=0, atol=1e-5, err_msg=f"{settings} {options}"
+        found,
+        plain,
+        rtol=0,
+        atol=1e-5,
+        err_msg=f"{settings} {options} {strategy}",
       )
 
 

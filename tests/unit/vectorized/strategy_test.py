@@ -100,6 +100,21 @@ def test_one_stack_in_place_of_copies(strategy: VectorizedStrategy) -> None:
   np.testing.assert_array_equal(weight.numpy(), np.full([4, 5], 2.0))
 
 
+def test_the_host_gathers_rows_of_the_value(
+  strategy: VectorizedStrategy,
+) -> None:
+  with strategy.scope():
+    table = tf.Variable([[1.0], [2.0]])
+  with tf.GradientTape() as tape:
+    rows = tf.nn.embedding_lookup(table, [1, 1, 0])
+    one = tf.gather_nd(table, [[1, 0]])
+    total = tf.reduce_sum(rows) + tf.reduce_sum(one)
+  assert rows.numpy().tolist() == [[2.0], [2.0], [1.0]]
+  assert one.numpy().tolist() == [2.0]
+  grad = tf.convert_to_tensor(tape.gradient(total, table))
+  assert grad.numpy().tolist() == [[1.0], [3.0]]
+
+
 def test_the_number_of_replicas_is_checked() -> None:
   for number in (0, True, 2.0):
     with pytest.raises(ValueError, match=r"`num_replicas` must be an integer"):

@@ -154,6 +154,20 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
       return tf.reduce_mean(stack, axis=0)
     return stack[0]
 
+  # TensorFlow's methods would gather rows of the stack.
+
+  def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    """Returns the rows with these indices of the value."""
+    if _in_replica():
+      return super().sparse_read(indices, name)
+    return tf.gather(self._read_variable_op(), indices, name=name)
+
+  def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    """Returns the slices with these indices of the value."""
+    if _in_replica():
+      return super().gather_nd(indices, name)
+    return tf.gather_nd(self._read_variable_op(), indices, name=name)
+
   def numpy(self) -> np.ndarray:
     """Returns the value that the host reads."""
     if not tf.executing_eagerly():

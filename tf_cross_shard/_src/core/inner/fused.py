@@ -380,16 +380,22 @@ def updating(
     row_step: Does the updates for row-sparse gradients. Its first argument is
       the optimizer's own `update_step`. None to call that method directly.
   """
-  if is_compiled(optimizer):
-    return contextlib.nullcontext()
-  chosen = plan(optimizer, wanted, False, tf.inside_function())
   overridden: dict[str, Any] = {}
+  extended = keras_private.strategy(optimizer).extended
+  if getattr(extended, "gathers_rows", False):
+    overridden = keras_private.with_static_shapes(optimizer)
+  if is_compiled(optimizer):
+    return overriding.overriding(optimizer, **overridden)
+  chosen = plan(optimizer, wanted, False, tf.inside_function())
   if chosen.may_compile:
     overridden[keras_private.UPDATE_ALL] = functools.partial(
       _compile_dense, chosen, getattr(optimizer, keras_private.UPDATE_ALL)
     )
   if chosen.kernel is not None or row_step is not None:
-    step = _UpdateStep(chosen, optimizer, index, row_step)
+    # Legacy optimizers have no `update_step`, and there is no kernel for them.
+    plain = getattr(optimizer, "update_step", None)
+    plain = overridden.get("update_step", plain)
+    step = _UpdateStep(chosen, optimizer, plain, index, row_step)
     overridden["update_step"] = step.update
   return overriding.overriding(optimizer, **overridden)
 
@@ -432,6 +438,7 @@ class _UpdateStep:
     self,
     chosen: Plan,
     optimizer: Any,
+    plain: Any,
     index: Callable[[Any], int],
     row_step: Callable[..., None] | None,
   ) -> None:
@@ -439,8 +446,7 @@ class _UpdateStep:
     self._optimizer = optimizer
     self._index = index
     self._row_step = row_step
-    # Legacy optimizers have no `update_step`, and there is no kernel for them.
-    self._plain: Any = getattr(optimizer, "update_step", None)
+    self._plain = plain
     # The kernel's scalar arguments, by dtype and graph.
     self._scalars: dict[Any, dict[str, Any]] = {}
 

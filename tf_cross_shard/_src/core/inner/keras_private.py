@@ -21,6 +21,8 @@ KERASES: Final = ("keras", "tf_keras")
 
 # Keras 3's update of all variables, which calls `update_step` for each.
 UPDATE_ALL: Final = "_distributed_tf_update_step"
+# tf_keras' method that adds up rows of the same index.
+_MERGE_ROWS: Final = "_deduplicate_sparse_grad"
 # The methods that apply weight decay and clip, in both Kerases.
 DECAY: Final = "_apply_weight_decay"
 CLIP: Final = "_clip_gradients"
@@ -140,6 +142,51 @@ def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
   if averages:
     # Not `setattr`: Keras would track the list and save the averages twice.
     vars(loss_scaler)[_AVERAGES] = averages
+
+
+def with_static_shapes(optimizer: Any) -> dict[str, Any]:
+  """Returns methods that update by row-sparse gradients with static shapes.
+
+  They compute the same numbers as the methods with these names, which use
+  operations whose results have shapes that depend on data.
+  """
+  if hasattr(optimizer, _MERGE_ROWS):
+    # tf_keras' updates by dense gradients and by merged rows are the same.
+    return {_MERGE_ROWS: lambda grads: list(map(tf.convert_to_tensor, grads))}
+  update_step = getattr(type(optimizer), "update_step", None)
+  if update_step is None or "update_step" in vars(optimizer):
+    return {}
+  names = update_step.__globals__
+  # The same code, in which the name `ops` has another meaning.
+  changed = types.FunctionType(
+    update_step.__code__,
+    {**names, "ops": _StaticOps(names.get("ops"))},
+    argdefs=update_step.__defaults__,
+    closure=update_step.__closure__,
+  )
+  return {"update_step": types.MethodType(changed, optimizer)}
+
+
+class _StaticOps:
+  """Keras' `ops`, with a division of row-sparse gradients by dense tensors.
+
+  Keras' own division looks for zeros and NaN in all of the divisor, which
+  decide the shape of its result. This one divides the rows of the gradient.
+  """
+
+  def __init__(self, ops: Any) -> None:
+    self._ops = ops
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._ops, name)
+
+  def divide(self, x1: Any, x2: Any) -> Any:
+    """Divides, with Keras' gather of the divisor's rows for slices."""
+    is_tensor = len(getattr(x2, "shape", ())) > 0
+    if not (isinstance(x1, tf.IndexedSlices) and is_tensor):
+      return self._ops.divide(x1, x2)
+    values = self._ops.divide(x1.values, tf.gather(x2, x1.indices))
+    return tf.IndexedSlices(values, x1.indices, x1.dense_shape)
 
 
 def loss_scale(optimizer: Any) -> list[Any]:

@@ -41,9 +41,6 @@ from tf_cross_shard._src.core.update import table_warnings
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
 
-# Keras' classes whose operations on row-sparse gradients have static shapes.
-_STATIC: Final = ("SGD", "Adam", "AdamW", "Adamax", "Nadam", "Ftrl", "Lion")
-
 # Keras' classes that change only rows with a gradient, if they have no momentum
 # and no weight decay.
 _EXACT: Final = ("Adagrad", "SGD")
@@ -156,13 +153,14 @@ class Tables:
   def keeps_rows(self) -> bool:
     """Whether a step reduces row-sparse gradients as they are.
 
-    Replicas of one program have no shapes that depend on data, but some classes
-    of Keras merge rows with operations that have.
+    Replicas of one program have no shapes that depend on data, and a class of
+    your own may have.
     """
-    if not self._engine.is_spmd:
-      return self._engine.supports_sparse
-    is_static = fused.keras_class(self._inner.innermost) in _STATIC
-    return self._engine.supports_sparse and is_static
+    optimizer_class = fused.keras_class(self._inner.innermost)
+    is_static = optimizer_class in (*fused.ELEMENTWISE, *fused.BY_VARIABLE)
+    return self._engine.supports_sparse and (
+      is_static or not self._engine.is_spmd
+    )
 
   def clips_to_dense(self, variables: Sequence[Any]) -> bool:
     """Returns whether clipping by `opt` makes all row-sparse sums dense.
