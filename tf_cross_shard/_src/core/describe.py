@@ -157,7 +157,7 @@ def _ways(
     in_function=True,
   )
   # Accumulated gradients are dense.
-  is_sparse = step.tables.keeps_rows and step.calls_per_step == 1
+  is_sparse = step.keeps_rows and step.calls_per_step == 1
   is_sparse &= not step.tables.clips_to_dense(variables)
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]
@@ -199,7 +199,10 @@ def _not_in_force(
       f"it is for {groups.num_replicas} replicas, and a step raises an error",
     )
   if settings.shard_update and step.update.sharding is None:
-    yield "shard_update", f"{alone}, so nothing is divided"
+    reason = f"{alone}, so nothing is divided"
+    if engine.is_spmd and groups.group_size > 1:
+      reason = "one program updates the rows of all replicas together"
+    yield "shard_update", reason
   if wire_dtype := settings.wire_dtype:
     dtypes = [tf.as_dtype(row.dtype) for row in rows]
     if groups.group_size == 1:

@@ -179,7 +179,7 @@ class Step:
     clip(f * g).
     """
     grads = call.grads
-    if not self.tables.keeps_rows:
+    if not self.keeps_rows:
       grads = list(map(row_sparse.to_dense, grads, call.variables))
     factor = self.convention.for_gradients()
     if factor != 1:
@@ -193,6 +193,17 @@ class Step:
       ).items()
     }
     return clipping.clip(grads, **limits, keep_infinite=self._may_skip)
+
+  @property
+  def keeps_rows(self) -> bool:
+    """Whether row-sparse gradients are summed as they are.
+
+    With `shard_update`, they are dense unless tables are updated by rows.
+    """
+    is_sharded = (
+      self.settings.shard_update and self.engine.groups.group_size > 1
+    )
+    return self.tables.keeps_rows and not (is_sharded and self.engine.is_spmd)
 
   @property
   def _may_skip(self) -> bool:
@@ -318,5 +329,9 @@ def _make_update(
     kind = sharded.choose_kind(inner.innermost, settings.shard_update)
     # A program may load the optimizer on one device, whatever the groups are.
     if min(engine.groups.group_size, engine.num_replicas) > 1:
+      # Vectorized replicas update a variable in one operation, so that there is
+      # no work to divide.
+      if kind == "by_variable" and engine.is_spmd and engine.supports_sparse:
+        return replicated.Update(inner, wire, tables)
       return _SHARDED[kind](inner, wire, tables, settings.skip_nonfinite)
   return replicated.Update(inner, wire, tables)
