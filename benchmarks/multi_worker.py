@@ -50,7 +50,7 @@ _WORKERS = flags.DEFINE_list(
   "workers", ["2", "4"], "Numbers of workers to measure, each at most 8."
 )
 _DEFAULT = ["tensors", "small", "training", "soak"]
-_PARTS = timing.define_choices("parts", [*_DEFAULT, "watch"], _DEFAULT)
+_PARTS = timing.define_choices("parts", _DEFAULT)
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns of each case.", 1)
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps in each turn.", 1)
 _SOAK = flags.DEFINE_integer(

@@ -6,7 +6,7 @@ of that optimizer would write them.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -37,25 +37,12 @@ class Contestant:
     optimizer: The optimizer of the model.
     step: The training step of a replica. It takes inputs and labels, and
       returns the loss.
-    apply_step: A step of a replica that only applies given gradients.
   """
 
   name: str
   model: Any
   optimizer: Any
   step: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-  apply_step: Callable[[], None]
-
-  @property
-  def num_variables(self) -> int:
-    """The number of trained variables."""
-    return len(self.model.trainable_variables)
-
-  @property
-  def state(self) -> list[tf.Variable]:
-    """All variables of the model and the optimizer."""
-    own = [*self.model.variables, *self.optimizer.variables]
-    return [original.native(variable) for variable in own]
 
 
 def make(
@@ -63,7 +50,7 @@ def make(
   strategy: virtual_tpu.VirtualTPUStrategy,
   case: models.Case,
 ) -> Contestant:
-  """Creates a model, its optimizer and its steps.
+  """Creates a model, its optimizer and its step.
 
   Args:
     name: One of `NAMES`.
@@ -76,7 +63,7 @@ def make(
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():
     model = case.make_model()
-    make_steps = {
+    make_step = {
       ORIGINAL: _original,
       BARE: lambda *given: _original(*given, counts_steps=False),
       KERAS: _keras,
@@ -84,7 +71,7 @@ def make(
       GROUPED: lambda *given: _ours(*given, num_groups=2),
       SHARDED: lambda *given: _ours(*given, shard_update=True),
     }[name]
-    return Contestant(name, model, *make_steps(strategy, case, model))
+    return Contestant(name, model, *make_step(strategy, case, model))
 
 
 def _original(
@@ -93,7 +80,7 @@ def _original(
   model: Any,
   counts_steps: bool = True,
 ) -> tuple[Any, ...]:
-  """Returns TensorFlow 1's CrossShardOptimizer and its steps."""
+  """Returns TensorFlow 1's CrossShardOptimizer and its step."""
   variables = model.trainable_variables
   adam = tf.compat.v1.train.AdamOptimizer(_LEARNING_RATE, epsilon=_EPSILON)
   optimizer = original.Original(
@@ -105,16 +92,13 @@ def _original(
     optimizer.minimize(loss)
     return loss
 
-  def apply_step() -> None:
-    optimizer.apply(_some_gradients(variables))
-
-  return optimizer, step, apply_step
+  return optimizer, step
 
 
 def _keras(
   strategy: virtual_tpu.VirtualTPUStrategy, case: models.Case, model: Any
 ) -> tuple[Any, ...]:
-  """Returns a Keras optimizer, which sums over all replicas, and its steps."""
+  """Returns a Keras optimizer, which sums over all replicas, and its step."""
   variables = model.trainable_variables
   optimizer = _make_adam()
   optimizer.build(variables)
@@ -127,11 +111,7 @@ def _keras(
     optimizer.apply_gradients(zip(grads, variables, strict=True))
     return loss
 
-  def apply_step() -> None:
-    grads = _some_gradients(variables)
-    optimizer.apply_gradients(zip(grads, variables, strict=True))
-
-  return optimizer, step, apply_step
+  return optimizer, step
 
 
 def _ours(
@@ -141,7 +121,7 @@ def _ours(
   num_groups: int = 1,
   shard_update: bool = False,
 ) -> tuple[Any, ...]:
-  """Returns this package's CrossShardOptimizer and its steps."""
+  """Returns this package's CrossShardOptimizer and its step."""
   variables = model.trainable_variables
   count = strategy.num_replicas_in_sync
   optimizer = tf_cross_shard.CrossShardOptimizer(
@@ -161,18 +141,9 @@ def _ours(
     optimizer.apply_gradients(pairs)
     return loss
 
-  def apply_step() -> None:
-    grads = _some_gradients(variables)
-    optimizer.apply_gradients(zip(grads, variables, strict=True))
-
-  return optimizer, step, apply_step
+  return optimizer, step
 
 
 def _make_adam() -> Any:
   """Returns Keras' Adam."""
   return tf.keras.optimizers.Adam(_LEARNING_RATE, epsilon=_EPSILON)
-
-
-def _some_gradients(variables: Sequence[Any]) -> list[tf.Tensor]:
-  """Returns gradients of ones, which cost little to trace."""
-  return [tf.ones(variable.shape, variable.dtype) for variable in variables]

@@ -90,17 +90,6 @@ def make_transformer() -> Any:
   return tf.keras.Model(inputs, tf.keras.layers.Dense(_WORDS)(x))
 
 
-def make_digits_mlp() -> Any:
-  """Returns a dense network for images of 8 by 8 pixels."""
-  return tf.keras.Sequential(
-    [
-      tf.keras.Input([64]),
-      tf.keras.layers.Dense(128, "relu"),
-      tf.keras.layers.Dense(_CLASSES),
-    ]
-  )
-
-
 def _convolve(x: Any, filters: int, strides: int = 1, size: int = 3) -> Any:
   """Applies a convolution and batch normalization."""
   x = tf.keras.layers.Conv2D(
@@ -132,4 +121,3 @@ CASES = {
     _case("transformer", make_transformer, [_LENGTH], tf.int32, (_LENGTH,)),
   )
 }
-DIGITS = _case("digits", make_digits_mlp, [64])

@@ -54,22 +54,10 @@ class Original:
         else None
       )
 
-  @property
-  def variables(self) -> list[tf.Variable]:
-    """The slots, the powers of Adam's betas, and the step count."""
-    steps = [] if self._step is None else [self._step]
-    return [*self.optimizer.variables(), *steps]
-
   def minimize(self, loss: tf.Tensor) -> None:
     """Scales the loss, sums the gradients over replicas and applies them."""
     with replaced(self._strategy):
       pairs = self.optimizer.compute_gradients(loss, self._variables)
-      self.optimizer.apply_gradients(pairs, self._step)
-
-  def apply(self, grads: Sequence[tf.Tensor]) -> None:
-    """Sums the given gradients over replicas and applies them."""
-    pairs = list(zip(grads, self._variables, strict=True))
-    with replaced(self._strategy):
       self.optimizer.apply_gradients(pairs, self._step)
 
 
