@@ -76,8 +76,8 @@ _HAS_MOMENTUM = """
 # fmt: off
 MUTANTS = [
   # The factor of a loss.
-  Mutant("the loss is not divided by the group size", "_src/core/loss_factor.py", "return copies / group_size if reduction == MEAN else float(copies)", "return float(copies)", "unit/core/loss_factor"),
-  Mutant("the loss is averaged over all replicas, not over the group", "_src/core/loss_factor.py", "copies / group_size", "copies / num_replicas", "unit/core/loss_factor"),
+  Mutant("the loss is not divided by the group size", "_src/core/loss_factor.py", "return copies / group_size if reduction == MEAN else float(copies)", "return float(copies)", "unit/core/loss_convention"),
+  Mutant("the loss is averaged over all replicas, not over the group", "_src/core/loss_factor.py", "copies / group_size", "copies / num_replicas", "unit/core/loss_convention"),
   Mutant("loss_averaged_over is ignored", "_src/core/loss_convention.py", "taken = chosen or default", "taken = default", "unit/core/loss_convention"),
   Mutant("the gradient seed is not scaled", "_src/core/gradients/differentiate.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/core/gradients/differentiate unit/core/optimizer"),
   # Sums over groups.
@@ -85,7 +85,7 @@ MUTANTS = [
   Mutant("gradients are summed twice", "_src/core/reduce/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/reduce/wire"),
   Mutant("dense gradients are not summed", "_src/core/reduce/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/reduce/wire"),
   Mutant("row-sparse gradients are not summed", "_src/core/reduce/wire.py", "of_rows = self._sum_sparse([grads[i] for i in rows])", "of_rows = [grads[i] for i in rows]", "unit/core/reduce/wire"),
-  Mutant("sums are not divided by the wire scale", "_src/core/reduce/wire.py", "1.0 / scale", "1.0", "unit/core/reduce/wire_dtype unit/core/tf_keras/classes"),
+  Mutant("sums are not divided by the wire scale", "_src/core/reduce/wire.py", "1.0 / scale", "1.0", "unit/core/reduce/wire unit/core/tf_keras/classes"),
   Mutant("Keras sums over all replicas again", "_src/core/reduce/engine.py", "return isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/core/reduce/isolation unit/core/reduce/engine unit/core/optimizer"),
   # Windows.
   Mutant("accumulation applies the sum, not the mean", "_src/core/accumulation.py", "means.append((before + grad) / tf.cast(calls, before.dtype))", "means.append(before + grad)", "unit/core/accumulation"),
@@ -99,7 +99,7 @@ MUTANTS = [
   Mutant("gradients are clipped after the sum", "_src/core/step.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/wire"),
   Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: self.inner.scale_limit(limit) if limit else None", "name: limit or None", "unit/core/reduce/wire"),
   Mutant("norms of half-precision gradients overflow", "_src/core/gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16):", "if False:", "unit/core/gradients/clipping"),
-  Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "    grad = row_sparse.merge_duplicates(grad)", "    pass", "unit/core/gradients/clipping"),
+  Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "if sums_rows else grads", "if False else grads", "unit/core/gradients/clipping"),
   Mutant("clipping hides infinities", "_src/core/gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/core/gradients/clipping"),
   Mutant("a step does not ask clipping to keep infinities", "_src/core/step.py", "keep_infinite=self._may_skip", "keep_infinite=False", "unit/core/nonfinite"),
   # Steps that are not finite, are skipped.
@@ -118,9 +118,9 @@ MUTANTS = [
   Mutant("an outer step does not change the groups' weights", "_src/islands/outer_optimizer.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
   Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_optimizer.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
-  Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "elif before // self._every < now // self._every:", "elif steps_before // self._every < steps // self._every:", "unit/islands/outer_optimizer"),
+  Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "is_due = before // self._every < now // self._every", "is_due = steps_before // self._every < steps // self._every", "unit/islands/outer_optimizer"),
   # Trials.
-  Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "self.table.ranking[: self._rungs", "self.table.ranking[::-1][: self._rungs", "unit/search/halving"),
+  Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "best = best[: self._rungs", "best = best[::-1][: self._rungs", "unit/search/halving"),
   Mutant("all trials resume from the first trial's state", "_src/search/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/search/halving"),
   Mutant("a wave of trials keeps the previous wave's settings", "_src/search/halving.py", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))\n    self._apply_settings()", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))", "unit/search/halving"),
   Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/by_variable"),
