@@ -15,8 +15,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np
 import tensorflow as tf
 
-import tf_cross_shard
-from tf_cross_shard import CrossShardOptimizer, groups, layers, replica_state
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  groups,
+  layers,
+  replica_state,
+)
 
 GPUS = tf.config.list_physical_devices("GPU")
 WIDTH, STEPS, BATCH = (512, 50, 256) if GPUS else (32, 10, 16)
@@ -166,21 +171,17 @@ def main() -> int:
       tf.config.list_physical_devices("CPU")[0],
       [tf.config.LogicalDeviceConfiguration()] * 4,
     )
-  devices = [d.name for d in tf.config.list_logical_devices("GPU")] or [
-    d.name for d in tf.config.list_logical_devices("CPU")
-  ]
+  kind = "GPU" if GPUS else "CPU"
+  devices = [d.name for d in tf.config.list_logical_devices(kind)]
   print(f"{len(GPUS)} GPUs, TensorFlow {tf.__version__},", end=" ")
   print(f"Keras {tf.keras.__version__}; the last column is relative to as many")
   print("fits of plain Keras.\n\n| what | largest difference | ms | ratio |")
   print("|---|---|---|---|")
   check_one_device()
-  if hasattr(tf_cross_shard, "VectorizedStrategy"):
-    for count in MODELS:
-      for jit in (False, True):
-        strategy = tf_cross_shard.VectorizedStrategy(count)
-        check_groups("vectorized replicas", strategy, 1, jit)
-  else:
-    print("| vectorized replicas | skipped: not in this version | | |")
+  for count in MODELS:
+    for jit in (False, True):
+      strategy = VectorizedStrategy(count)
+      check_groups("vectorized replicas", strategy, 1, jit)
   if len(devices) > 1:
     even = len(devices) // 2 * 2
     strategy = tf.distribute.MirroredStrategy(devices[:even])

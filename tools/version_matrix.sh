@@ -5,7 +5,6 @@
 #   bash tools/version_matrix.sh              # every row, which takes hours
 #   bash tools/version_matrix.sh 2.16 2.21    # the rows of these TensorFlows
 #   bash tools/version_matrix.sh 2.18/3.11    # TensorFlow 2.18 with Keras 3.11
-#   bash tools/version_matrix.sh --list 2.16  # only lists the rows
 #
 # Installs one environment at a time in a temporary folder (TMPDIR chooses
 # where). The tests run once with Keras 3, and once with tf_keras
@@ -134,8 +133,6 @@ run_row() {
   return "$failed"
 }
 
-list=""
-if [[ ${1:-} == --list ]]; then list=yes && shift; fi
 wanted=("$@")
 chosen=()
 for row in "${rows[@]}"; do
@@ -145,9 +142,6 @@ done
 if [[ ${#chosen[@]} == 0 ]]; then
   say "no row of: ${wanted[*]}"
   exit 2
-elif [[ -n $list ]]; then
-  printf '%s\n' "${chosen[@]}"
-  exit
 fi
 
 scratch=$(mktemp -d)
