@@ -7,7 +7,6 @@ import sys
 # take a third of the time of all imports.
 sys.modules.update(dict.fromkeys(["jax", "matplotlib", "sklearn"]))
 
-import tests.support.killed_fit  # noqa: E402
 import tests.support.multi_worker_tasks  # noqa: E402, F401
 
 # A garbage collection of a forked process need not look at the modules: that

@@ -1,7 +1,6 @@
 """Backups in one process; several are in multi_worker_errors_test.py.
 
-killed_fit_test.py tests the state of our callbacks, and processes that are
-killed.
+`tools/preemptions.py` kills processes at random moments.
 """
 
 import functools
@@ -23,8 +22,8 @@ from absl import logging
 
 import tf_cross_shard
 import tf_cross_shard.tf_keras
+from tests.support import fit_outcome, testbed
 from tests.support import replica_state_cases as cases
-from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
@@ -66,11 +65,6 @@ def _fit(model: Any, *others: Any) -> list[int]:
   return list(history.epoch)
 
 
-def _crash(folder: pathlib.Path, model: Any) -> None:
-  with pytest.raises(KeyboardInterrupt):
-    _fit(model, callbacks.BackupAndRestore(folder), testbed.Interruption(2))
-
-
 def _variables(model: Any) -> list[Any]:
   return [*model.variables, *testbed.variables_of(model.optimizer)]
 
@@ -108,7 +102,6 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @functools.cache
 def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the result of a `fit` that was not interrupted."""
   return _train(kind)
 
 
@@ -140,6 +133,61 @@ def test_resumed_fit_equals_uninterrupted_fit(
     assert resumed == {key: values[epoch:] for key, values in history.items()}
     assert cases.differing(after, state) == []
     (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+  ("patience", "min_delta", "epochs"), [(9, 0.0, EPOCHS), (1, 9.0, 2)]
+)
+def test_callbacks_resume_at_every_place_of_every_epoch(
+  patience: int, min_delta: float, epochs: int, tmp_path: pathlib.Path
+) -> None:
+  """Includes the epoch after which all groups have stopped."""
+
+  def run(name: str, *at_batch: Any, **at_end: int) -> dict[str, Any]:
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    with testbed.mirrored(2).scope():
+      model = _model([[0], [1]])
+    stop = callbacks.GroupEarlyStopping(patience=patience, min_delta=min_delta)
+    other = callbacks.GroupEarlyStopping(
+      mode="max", patience=4, restore_best_weights=False, start_from_epoch=1
+    )
+    lower = callbacks.GroupReduceLROnPlateau(
+      factor=0.5, patience=1, cooldown=1, mode="max"
+    )
+    keep = callbacks.GroupCheckpoint(folder / "best.npz")
+    ends = {
+      place: tf.keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, _, place=place: (
+          testbed.interrupt() if at_end.get(place) == epoch else None
+        )
+      )
+      for place in ("before", "after")
+    }
+    _fit(
+      model,
+      callbacks.GroupMetrics((X[:8], -X[:8, :1])),
+      *(lower, stop, other, keep, fit_outcome.history(folder / "history")),
+      *(ends["before"], callbacks.BackupAndRestore(folder / "backup")),
+      *(ends["after"], *at_batch),
+    )
+    numbers = [keep.best, lower.best, lower.state()["wait"].tolist()]
+    for each in (stop, other):
+      numbers.append([each.best, each.best_epoch, each.stopped_epoch])
+    # A `fit` that has nothing to train keeps the program's learning rate.
+    kept = [v for v in _variables(model) if "learning_rate" not in v.name]
+    state = [copy.tobytes() for v in kept for copy in testbed.copies(v)]
+    return {**fit_outcome.of(folder), "numbers": numbers, "state": state}
+
+  right = run("undisturbed")
+  assert f"history/epoch {epochs - 1}" in right
+  assert f"history/epoch {epochs}" not in right
+  for epoch in range(epochs):
+    for place in ({}, {"before": epoch}, {"after": epoch}):
+      at_batch = [] if place else [testbed.Interruption(epoch, 1)]
+      with pytest.raises(KeyboardInterrupt):
+        run("interrupted", *at_batch, **place)
+  assert run("interrupted") == right
 
 
 class _Retraced(group_callback.GroupCallback):
