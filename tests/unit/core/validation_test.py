@@ -191,32 +191,6 @@ def test_bad_arguments_are_refused(
   assert float(weight) == 1.0
 
 
-@pytest.mark.parametrize("shape", [[1], [0], [2, 3]])
-def test_losses_that_are_no_scalar_are_refused(shape: list[int]) -> None:
-  v, mean = tf_variable(), CrossShardOptimizer("sgd")
-  text = words_of(
-    ValueError,
-    lambda: mean.minimize(lambda: v * tf.ones(shape), var_list=[v]),
-  )
-  assert "`loss` must be a scalar" in text
-  assert f"got shape {tuple(shape)}" in text
-  assert "tf.reduce_mean(loss)" in text
-
-
-def test_an_unknown_variable_is_refused_by_name() -> None:
-  v, w = tf_variable(), keras_variable()
-  for known, unknown, name in ((v, w, "w"), (w, v, "v")):
-    optimizer = make()
-    optimizer.build([known])
-    text = words_of(
-      ValueError,
-      lambda optimizer=optimizer, unknown=unknown: optimizer.apply_gradients(
-        [(1.0, unknown)]
-      ),
-    )
-    assert f"`grads_and_vars` holds {name}, which is not among" in text
-
-
 def test_integers_of_python_and_numpy_are_accepted() -> None:
   for value in (2, np.int64(2), np.uint8(2)):
     callbacks.OuterOptimizer(every=value)
