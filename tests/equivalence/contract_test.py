@@ -1,9 +1,7 @@
 """Runs the optimizer contract on plain Keras and on wrapped optimizers."""
 
-import copy
 import importlib
 import pathlib
-import pickle
 from typing import Any
 
 import numpy as np
@@ -85,18 +83,6 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
     assert all(
       optimizer.get_slot(tf.Variable(1.0), name) is None for name in names
     )
-
-  @pytest.mark.tf_keras_mode
-  def test_pickle_and_copy(self, make: Any) -> None:
-    optimizer, weight = make(), self._variable("weight_0")
-    for again in (
-      pickle.loads(pickle.dumps(optimizer)),
-      copy.deepcopy(optimizer),
-    ):
-      assert again.get_config() == optimizer.get_config()
-      assert again.inner_optimizer is not optimizer.inner_optimizer
-      again.apply_gradients([(tf.ones([2, 3]), weight)])
-      assert int(again.iterations) == 1
 
   def test_checkpoints_interchange(
     self, make: Any, tmp_path: pathlib.Path

@@ -41,12 +41,10 @@ class OptimizerContract:
 
   @property
   def library(self) -> Any:
-    """The module of Keras 3 or of tf_keras."""
     return importlib.import_module(self.library_name)
 
   @property
   def is_tf_keras(self) -> bool:
-    """Whether `library` is tf_keras."""
     return self.library_name == "tf_keras"
 
   def wrap(self, opt: Any) -> Any:
@@ -55,7 +53,6 @@ class OptimizerContract:
 
   @pytest.fixture(params=REPRESENTATIVES)
   def make(self, request: pytest.FixtureRequest) -> Any:
-    """Returns a function that creates the optimizer under test."""
     return self._maker(request.param)
 
   def test_updates_and_counts(self, make: Any) -> None:
@@ -143,23 +140,19 @@ class OptimizerContract:
         assert float(optimizer.learning_rate) == rate
 
   def _maker(self, name: str) -> Any:
-    """Returns a function that creates and wraps the optimizer of this name."""
     make = testbed.optimizers_of(self.library)[name]
     return lambda **options: self.wrap(make(**options))
 
   def _variable(self, name: str) -> Any:
-    """Creates a variable of ones."""
     return testbed.variable(np.ones((2, 3), "float32"), name, self.library)
 
   def _built(self, make: Any, count: int = 1) -> tuple[Any, list[Any]]:
-    """Creates an optimizer that is built on variables of ones."""
     variables = [self._variable(f"weight_{i}") for i in range(count)]
     optimizer = make()
     testbed.build(optimizer, variables)
     return optimizer, variables
 
   def _trained(self, make: Any) -> tuple[Any, list[Any]]:
-    """Creates an optimizer that has applied two gradients."""
     optimizer, variables = self._built(make)
     for scale in (1.0, 2.0):
       optimizer.apply_gradients([(scale * tf.ones([2, 3]), variables[0])])
@@ -167,7 +160,6 @@ class OptimizerContract:
     return optimizer, variables
 
   def _model(self, optimizer: Any, steps: int = 1) -> Any:
-    """Creates a small network, and trains it for some steps."""
     layers = self.library.layers
     model = self.library.Sequential([self.library.Input((3,)), layers.Dense(2)])
     model.compile(optimizer, "mse")

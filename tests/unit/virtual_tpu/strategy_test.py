@@ -471,27 +471,6 @@ class TestKeras:
     )
     assert testbed.copies(weight) == MARKS
 
-  def test_keras_swaps_averages_in(self) -> None:
-    found = []
-    for strategy in (_strategy(), tf.distribute.get_strategy()):
-      tf.keras.utils.set_random_seed(1)
-      with strategy.scope():
-        layers = [tf.keras.Input((5,)), tf.keras.layers.Dense(1)]
-        model = tf.keras.Sequential(layers)
-        model.compile(tf.keras.optimizers.SGD(0.1, use_ema=True), "mse")
-      history = model.fit(
-        *X_Y,
-        batch_size=12,
-        validation_data=X_Y,
-        validation_batch_size=12,
-        shuffle=False,
-        verbose=0,
-        callbacks=[tf.keras.callbacks.SwapEMAWeights()],
-      )
-      found.append([*history.history["val_loss"], *model.get_weights()])
-    for actual, expected in zip(*found, strict=True):
-      np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
   def test_variables_that_tf_keras_casts(self) -> None:
     policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")
     with _strategy().scope():

@@ -133,12 +133,6 @@ def test_indices_need_be_no_tensor() -> None:
   assert merged.dense_shape is None
 
 
-def test_gradients_are_cast_to_their_variables() -> None:
-  narrow = tf.Variable(1.0, dtype=tf.float16)
-  assert row_sparse.cast(tf.constant(2.5), narrow).dtype == tf.float16
-  assert row_sparse.cast(None, narrow) is None
-
-
 def test_times() -> None:
   rows = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
   assert row_sparse.times(rows, 0.5).values.numpy().tolist() == [[1.0]]

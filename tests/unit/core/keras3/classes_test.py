@@ -131,43 +131,6 @@ def test_averages_are_evaluated_under_loss_scaling(scaler: str) -> None:
     np.testing.assert_array_equal(own, right)
 
 
-def test_callbacks_and_steps_per_execution() -> None:
-  strategy = testbed.mirrored()
-  data = tf.data.Dataset.from_tensor_slices(
-    (np.ones((32, 3), "float32"), np.ones((32, 2), "float32"))
-  ).batch(8)
-  with strategy.scope():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    model.compile(
-      CrossShardOptimizer(
-        optimizers.Adam(0.5, use_ema=True, ema_momentum=0.9),
-        group_assignment=[[0, 1], [2, 3]],
-      ),
-      "mse",
-      steps_per_execution=2,
-    )
-  rates = []
-  history = testbed.fit(
-    model,
-    data,
-    epochs=3,
-    callbacks=[
-      keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
-      keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1e9),
-      keras.callbacks.SwapEMAWeights(swap_on_epoch=False),
-      keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: rates.append(
-          float(model.optimizer.learning_rate.numpy())
-        )
-      ),
-    ],
-  )
-  assert rates[0] == 0.25
-  assert rates[1] < 0.25
-  assert model.optimizer.iterations.numpy() == 12
-  assert history.history["loss"][-1] < history.history["loss"][0]
-
-
 def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
   """Copying Keras' list for each of 2,000 variables would take 8 s."""
 

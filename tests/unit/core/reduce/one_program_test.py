@@ -10,7 +10,7 @@ from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.tpu import tpu_system_metadata
 
 from tests.support import testbed, tpu_tasks
-from tf_cross_shard import CrossShardOptimizer, groups, schedules
+from tf_cross_shard import CrossShardOptimizer, groups
 from tf_cross_shard._src.core import reduce
 from tf_cross_shard._src.core.reduce import one_program
 
@@ -83,7 +83,6 @@ def cross_replica_sums(graph: tf.Graph) -> list[tuple[Any, list[list[int]]]]:
 
 
 def operations(graph: tf.Graph) -> set[str]:
-  """The kinds of operation in a graph and its functions."""
   return {node.op for node, _ in nodes(graph)}
 
 
@@ -252,47 +251,7 @@ def test_rows_are_gathered_if_the_strategy_does(
     assert rows == [[first], [first], [4 * first], [4 * first]]
 
 
-def test_wrong_number_of_replicas() -> None:
-  with tf.Graph().as_default():
-    strategy = _strategy(8)
-    with strategy.scope():
-      with pytest.raises(
-        ValueError, match=r"covers 4 .* under TPU\w+ \(8 replicas"
-      ):
-        CrossShardOptimizer(_adam(), group_assignment=[[0, 1], [2, 3]])
-
-
 def test_which_strategies_are_one_program() -> None:
   assert one_program.is_tpu(testbed.virtual(2))
   assert not one_program.is_tpu(testbed.mirrored())
   assert not one_program.is_tpu(tf.distribute.get_strategy())
-
-
-def test_learning_rate_is_that_of_the_replicas_group() -> None:
-  """Tests the update and the weight decay of each group.
-
-  Keras' weight decay runs in a merge call, where there is no replica context.
-  """
-  graph, weights = _trace(
-    4,
-    lambda: CrossShardOptimizer(
-      tf.keras.optimizers.AdamW(schedules.PerGroup([0.1, 0.2])),
-      group_assignment=[[0, 2], [1, 3]],
-    ),
-  )
-
-  def is_of_replica(name: str, neighbours: Any) -> bool:
-    node = neighbours.get(name.split(":")[0].lstrip("^"))
-    # An argument of the function that is a replica's program.
-    return node is None or any(
-      is_of_replica(each, neighbours) for each in node.input
-    )
-
-  rows = [
-    is_of_replica(node.input[1], neighbours)
-    for node, neighbours in nodes(graph)
-    if node.op == "GatherV2"
-    and node.attr["Tparams"].type == tf.float32.as_datatype_enum
-  ]
-  # One for the update, and one for the decay of each weight.
-  assert rows == [True] * (1 + len(weights))

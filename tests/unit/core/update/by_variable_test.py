@@ -101,7 +101,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def build(
   which: str, kind: str, groups: Any = GROUPS, **options: Any
 ) -> tuple[list[Any], Any]:
-  """Weights and a built optimizer of sums over groups."""
   options = {"group_assignment": groups, **options}
   return training.build(which, MAKERS[kind], VALUES, **options)
 
@@ -109,7 +108,6 @@ def build(
 def train(
   weights: Sequence[Any], optimizer: Any, steps: Sequence[int] = range(STEPS)
 ) -> None:
-  """Steps with each replica's gradients."""
   training.train(weights, optimizer, GRADS, steps)
 
 

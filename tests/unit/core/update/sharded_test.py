@@ -75,7 +75,6 @@ def build(
   groups: Any = PAIRS,
   **options: Any,
 ) -> tuple[list[Any], Any]:
-  """Weights and a built optimizer of sums over groups."""
   options = {"group_assignment": groups, **options}
   return training.build(which, make, VALUES, strategy, **options)
 
@@ -86,7 +85,6 @@ def train(
   steps: range = range(STEPS),
   grads: Sequence[Any] = GRADS,
 ) -> None:
-  """Steps with each replica's gradients."""
   training.train(weights, optimizer, grads, steps)
 
 
@@ -401,23 +399,6 @@ def test_training_continues_with_plain_keras(
       np.testing.assert_array_equal(value, theirs.numpy(), str(mine.name))
 
 
-@pytest.mark.parametrize("shard_update", [True, "by_variable"])
-def test_checkpoint_has_what_belongs_to_no_variable(
-  shard_update: Any, tmp_path: pathlib.Path
-) -> None:
-  """Tests the product of momentums of tf_keras' Nadam."""
-  products = []
-  for way in (shard_update, False):
-    make = functools.partial(make_plain, "Nadam")
-    weights, optimizer = build("tf_keras", make, groups=ALL, shard_update=way)
-    if not products:
-      train(weights, optimizer, range(2))
-      products.append(float(optimizer.inner_optimizer._u_product.numpy()))
-      saved = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "saved")
-  tf.train.Checkpoint(optimizer=optimizer).restore(saved)
-  assert float(optimizer.inner_optimizer._u_product.numpy()) == products[0] < 1
-
-
 @pytest.mark.parametrize(
   ("which", "make"),
   [
@@ -456,19 +437,6 @@ def test_checkpoint_before_it_is_built(
     assert dict(tf.train.list_variables(again)) == dict(
       tf.train.list_variables(saved)
     )
-
-
-def test_replicas_cannot_build_late(tmp_path: pathlib.Path) -> None:
-  weights, first = build(
-    "tf_keras", functools.partial(make_plain, "Adam"), shard_update=True
-  )
-  saved = tf.train.Checkpoint(optimizer=first).save(str(tmp_path / "saved"))
-  with testbed.mirrored().scope():
-    second = ours_tf_keras.CrossShardOptimizer("adam", shard_update=True)
-  tf.train.Checkpoint(optimizer=second).restore(saved)
-  pairs = [(tf.ones(weight.shape), weight) for weight in weights]
-  with pytest.raises(RuntimeError, match=r"Call build\(variables\) inside"):
-    testbed.run(lambda: second.apply_gradients(pairs))
 
 
 def test_files_of_variables_that_are_not_of_keras(
@@ -541,45 +509,30 @@ def test_replicas_start_in_functions() -> None:
   assert is_eager == [False] * 2  # averages, and at the end
 
 
-@pytest.mark.parametrize(
-  ("which", "kind"),
-  [("tf_keras", "fit"), ("keras", "loss scale"), ("tf_keras", "average")],
-)
-def test_fit_and_model_files(
-  which: str, kind: str, tmp_path: pathlib.Path
-) -> None:
+@training.in_both
+def test_fit_and_model_files(which: str, tmp_path: pathlib.Path) -> None:
   """Compares with plain Keras on the whole batch, without a strategy."""
   library, package = KERASES[which]
   rng = np.random.default_rng(1)
-  x = rng.normal(size=(16, 3)).astype("f")
-  y = rng.normal(size=(16, 1)).astype("f")
+  x, y = (rng.normal(size=(16, n)).astype("f") for n in (3, 1))
   data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-  own = {"use_ema": True, "ema_momentum": 0.5} if kind == "average" else {}
   results = []
   for strategy in (tf.distribute.get_strategy(), testbed.mirrored(2)):
-    is_plain = strategy.num_replicas_in_sync == 1
     with strategy.scope():
       model = library.Sequential(
         [library.Input((3,)), library.layers.Dense(1, name="dense")]
       )
       model.set_weights([np.ones((3, 1)), np.zeros(1)])
-      optimizer = (
-        _loss_scaled(library)
-        if kind == "loss scale"
-        else make_plain("Adam", library, **own)
-      )
-      if not is_plain:
+      optimizer = _loss_scaled(library)
+      if strategy.num_replicas_in_sync > 1:
         optimizer = package.CrossShardOptimizer(optimizer, shard_update=True)
       model.compile(optimizer, "mse")
-      if kind == "average":  # tf_keras would build it in the first step.
-        optimizer.build(model.trainable_variables)
     testbed.fit(model, data)
-    path = tmp_path / f"model_{is_plain}.keras"
-    model.save(path)
+    model.save(tmp_path / "model.keras")
     tf.saved_model.save(model, str(tmp_path / "program"))  # without slots
     tf.saved_model.load(str(tmp_path / "program"))
     with strategy.scope():
-      again = library.models.load_model(path)
+      again = library.models.load_model(tmp_path / "model.keras")
     testbed.fit(again, data)
     results.append([*model.get_weights(), *again.get_weights()])
   for one, other in zip(*results, strict=True):
