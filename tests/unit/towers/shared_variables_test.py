@@ -243,7 +243,6 @@ def test_differences(after: int, starts: Any, words: str) -> None:
       "SGD",
       "tower 1 called no optimizer, but tower 0 called SGD('",
     ),
-    ("SGD", "", "tower 1 called no optimizer, but tower 0 called SGD('"),
     ("Adam SGD", "SGD", "it first created Adam, but now SGD."),
     ("SGD", "SGD Adam", "it first created no optimizer 2, but now Adam."),
     ("", "Adam", "it first created no optimizer 1, but now Adam."),
