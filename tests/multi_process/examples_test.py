@@ -50,7 +50,6 @@ def checked(output: str) -> str:
 
 
 def read_table(output: str) -> list[Row]:
-  """Returns the rows of the only table in `output`."""
   lines = output.splitlines()
   (start,) = (i for i, line in enumerate(lines) if line.startswith("---"))
   rows = []

@@ -87,7 +87,6 @@ class Launches:
 
 @pytest.fixture(scope="module")
 def launches() -> Iterator[Launches]:
-  """Starts the launches once for all tests of this file."""
   with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
     yield Launches(pool)
 
@@ -214,10 +213,6 @@ MADE = {
   "shape": (
     "DisagreementError",
     rf"expected shape \[3,[45]\] but .*\[3,[45]\].* {CREATING} kernel",
-  ),
-  "more at the end": (
-    "MissingWorkerError",
-    rf"{_name(0)} waited 18 s for {_name(1)} at: the building of",
   ),
 }
 

@@ -145,11 +145,3 @@ def test_members_in_different_workers_are_compared(found: Found) -> None:
       for replica, value in zip(result["replicas"], variable, strict=True):
         index = [replica in members for members in program.GROUPS].index(True)
         assert np.max(value) == index + 1
-
-
-def test_saving_without_a_missing_worker_raises(found: Found) -> None:
-  error, exists = found.results[0]["missing"]
-  assert error["error"] == "MissingWorkerError"
-  assert "worker 1 (" in error["message"]
-  assert "at: saving missing." in error["message"]
-  assert not exists

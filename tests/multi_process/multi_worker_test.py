@@ -61,7 +61,6 @@ class Launches:
 
 @pytest.fixture(scope="session")
 def launches() -> Launches:
-  """Returns all launches of this file."""
   return Launches()
 
 

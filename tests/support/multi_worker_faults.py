@@ -38,7 +38,7 @@ DIFFERENCES = (
 )
 # How the layers that worker 1 creates in the scope differ from those of worker
 # 0.
-MADE = ("fewer", "shape", "more at the end")
+MADE = ("fewer", "shape")
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:
@@ -146,7 +146,6 @@ class Early:
       self.optimizer.build(self.variables)
 
   def state(self) -> list[np.ndarray]:
-    """Returns this worker's values of every variable."""
     return cases.own([*self.variables, *self.optimizer.variables])
 
   def step(self, wait: Callable[[], None] | None = None) -> None:
@@ -177,23 +176,17 @@ def make_others(
   early.step()
   before = early.state()
   layers = tf.keras.layers
-  at_the_end = what.endswith("at the end")
-  widths = [4, 2]
-  if odd:
-    kind = what.split()[0]
-    widths = {"fewer": [4], "more": [4, 2, 2], "shape": [5, 2]}[kind]
+  widths = {"fewer": [4], "shape": [5, 2]}[what] if odd else [4, 2]
 
   def train() -> None:
     with strategy.scope():
-      optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
       model = tf.keras.Sequential(
         [
           tf.keras.Input((3,)),
           *(layers.Dense(width) for width in widths),
         ]
       )
-      if not at_the_end:  # else nothing follows the layers
-        optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
+      optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(1.0))
       optimizer.build(model.trainable_variables)
 
     @tf.function

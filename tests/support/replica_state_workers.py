@@ -39,7 +39,6 @@ class Worker:
     assert self.count > here >= 1
 
   def spread(self, variable: Any, of_replica: Callable[[int], Any]) -> None:
-    """Gives each replica its own value of a variable."""
     cases.spread(variable, [of_replica(replica) for replica in self.replicas])
 
   def simple(self, groups: Sequence[Sequence[int]]) -> Any:
@@ -60,7 +59,6 @@ class Worker:
     return optimizer, weight
 
   def own(self, variables: Sequence[Any]) -> list[list[Any]]:
-    """Returns the values of this worker's replicas."""
     return [
       [copy.tolist() for copy in cases.testbed.copies(variable)]
       for variable in variables
@@ -207,33 +205,12 @@ def errors(worker: Worker) -> Any:
   return found
 
 
-def missing(worker: Worker) -> Any:
-  """Runs the last case, in which one worker calls another function."""
-  optimizer, weight = worker.simple(GROUPS)
-  worker.strategy.timeout = 1.0
-  if worker.index == 1:
-    time.sleep(2.0)
-    return None
-  path = worker.folder / "missing"
-  found = multi_worker_faults.attempt(
-    lambda: replica_state.save(path, optimizer, [weight])
-  )
-  return found, path.exists()
-
-
-CASES = (
-  values,
-  in_parts,
-  resume,
-  errors,
-  missing,
-)
+CASES = (values, in_parts, resume, errors)
 
 
 def run(
   strategy: tf.distribute.Strategy, folder: pathlib.Path
 ) -> dict[str, Any]:
-  """Runs all cases, one after the other, and returns their results."""
   worker = Worker(strategy, folder)
   found: dict[str, Any] = {"replicas": list(worker.replicas)}
   for case in CASES:
