@@ -1,8 +1,7 @@
 """`local_strategy`; this process has four logical CPUs."""
 
 import json
-import subprocess
-import sys
+import pathlib
 import textwrap
 from typing import Any
 from unittest import mock
@@ -11,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tf_cross_shard
+from tests.support import programs
 
 # Prints the number of threads that an iterator of each strategy starts, and the
 # losses of a `fit` that shuffles arrays. This needs a new process: devices can
@@ -63,16 +63,13 @@ PROGRAM = """
 """
 
 
-def test_devices_and_iterators_of_a_new_process() -> None:
+def test_devices_and_iterators_of_a_new_process(
+  tmp_path: pathlib.Path,
+) -> None:
   """Iterators of `local_strategy` have no tuning threads."""
-  result = subprocess.run(
-    [sys.executable, "-u", "-c", textwrap.dedent(PROGRAM)],
-    check=True,
-    timeout=900,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
-  (plain, local), *losses = map(json.loads, result.stdout.splitlines())
+  program = textwrap.dedent(PROGRAM)
+  lines = programs.run(["-u", "-c", program], tmp_path).splitlines()
+  (plain, local), *losses = map(json.loads, lines[-3:])
   # Each of the three devices has a tuning thread and a prefetching thread; the
   # dataset has a tuning thread, too.
   assert plain - local == 7

@@ -39,7 +39,6 @@ def test_average(where: str, slots: bool) -> None:
 
 
 def _average(rows: np.ndarray) -> np.ndarray:
-  """Returns the mean that `average` gives all replicas."""
   with testbed.mirrored().scope():
     optimizer = CrossShardOptimizer(
       "sgd", group_assignment=[[0], [1], [2], [3]]

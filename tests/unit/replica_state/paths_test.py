@@ -45,7 +45,6 @@ def _data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _values(model: Any) -> list[np.ndarray]:
-  """The values of all replicas."""
   variables = [*model.variables, *model.optimizer.variables]
   return [copy for v in variables for copy in testbed.copies(v)]
 
@@ -93,17 +92,12 @@ def test_resumes_from_a_backup(folder: str) -> None:
   start = whole.get_weights()
   _fit(whole, 3)
 
-  class Killed(tf.keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-      if epoch == 2:
-        raise KeyboardInterrupt
-
   model = _model()
   model.set_weights(start)
   path = f"{folder}/backup"
   backup = callbacks.BackupAndRestore(path, delete_checkpoint=False)
   with pytest.raises(KeyboardInterrupt):
-    _fit(model, 3, Killed(), backup)
+    _fit(model, 3, testbed.Interruption(2), backup)
   names = ["epoch_1.npz", "epoch_2.npz"]
   assert sorted(tf.io.gfile.listdir(path)) == names
   resumed = _model()
