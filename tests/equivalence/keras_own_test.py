@@ -70,7 +70,6 @@ IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)
 
 
 def _files() -> list[pathlib.Path]:
-  """Returns the files with Keras' tests of optimizers."""
   backend = KERAS / "src/backend/tensorflow"
   found = sorted((KERAS / "src/optimizers").glob("*_test.py"))
   if not found and not IS_LISTED_FOR:

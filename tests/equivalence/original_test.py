@@ -34,7 +34,6 @@ GROUPINGS = ("ungrouped", "contiguous", "strided")
 def _train(
   task: training.Regression, name: str, is_original: bool, **options: Any
 ) -> list[list[np.ndarray]]:
-  """Trains with the original or our optimizer. Returns the weights."""
   strategy = testbed.virtual(testbed.REPLICAS)
   make_original, make_ours = PAIRS[name]
   with strategy.scope():

@@ -31,14 +31,12 @@ SERIES = ([5.0, 4.0, 1.0, 2.0, 3.0, 0.5, 4.0, 1.0], [9, 9, 8, 8.5, 7, 9, 8, 1])
 
 
 def logs_of(epoch: int, name: str = "val_loss", sign: float = 1.0) -> Any:
-  """Returns the logs of an epoch of `SERIES`."""
   return {
     f"{name}/group_{i}": sign * series[epoch] for i, series in enumerate(SERIES)
   }
 
 
 def compiled(model: Any, optimizer: Any) -> Any:
-  """Compiles a model, and returns the model."""
   model.compile(
     optimizer,
     "mse",
@@ -93,7 +91,6 @@ def data(replicas: Sequence[int] = range(N)) -> tf.data.Dataset:
 
 
 def fit(model: Any, *used: Any, epochs: int = 1) -> Any:
-  """Trains with these callbacks; returns the history."""
   return testbed.fit(model, data(), epochs, callbacks=list(used)).history
 
 

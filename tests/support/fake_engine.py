@@ -112,7 +112,6 @@ def _widened(tensor: tf.Tensor) -> tf.Tensor:
 def engines(
   groups: groups_lib.Groups = PAIRS,
 ) -> list[FakeEngine]:
-  """Returns the engines of all replicas, in the order of the replicas."""
   tables = [_Rendezvous(sorted(members)) for members in groups]
   return [
     FakeEngine(groups, replica, tables[groups.index_of(replica)])
@@ -184,7 +183,6 @@ class Replica:
 
   @property
   def values(self) -> list[np.ndarray]:
-    """The values of the variables."""
     return [variable.numpy() for variable in self.variables]
 
 

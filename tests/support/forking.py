@@ -35,7 +35,6 @@ class Process:
     return self._process.exitcode
 
   def kill(self) -> None:
-    """Kills the process if it runs."""
     self._process.kill()
 
   def send_signal(self, number: int) -> None:

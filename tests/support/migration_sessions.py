@@ -143,13 +143,11 @@ class Sessions:
     return losses
 
   def values(self) -> Arrays:
-    """Returns the value of every variable, by name."""
     with self._graph.as_default():
       variables = {v.op.name: v for v in v1.global_variables()}
       return self._session.run(variables)
 
   def save(self, path: Path) -> str:
-    """Writes a checkpoint."""
     with self._graph.as_default():
       return self._saver.save(self._session, str(path), write_meta_graph=False)
 
@@ -208,7 +206,6 @@ class Training:
 
 
 def network(library: Any = tf.keras, first: str = "one") -> Any:
-  """Returns a model of Keras with the same layers as `Sessions`."""
   layers = library.layers
   return library.Sequential(
     [
@@ -221,12 +218,10 @@ def network(library: Any = tf.keras, first: str = "one") -> Any:
 
 
 def plain(name: str, library: Any = None, **settings: Any) -> Any:
-  """Returns the Keras optimizer of one of `PAIRS`."""
   pair = PAIRS[name]
   library = library or tf.keras.optimizers
   return getattr(library, pair.kind)(**{**pair.settings, **settings})
 
 
 def largest(first: Sequence[float], second: Sequence[float]) -> float:
-  """Returns the largest absolute difference of two lists, by element."""
   return float(np.abs(np.subtract(first, second)).max())

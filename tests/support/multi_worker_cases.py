@@ -165,7 +165,6 @@ def _summed(
 def _stepper(
   strategy: tf.distribute.Strategy, variables: Sequence[Any], optimizer: Any
 ) -> Callable[..., Any]:
-  """Returns a function that applies the gradients of this replica."""
 
   def step(*grads: tf.Tensor) -> None:
     optimizer.apply_gradients(zip(grads, variables, strict=True))
@@ -469,8 +468,6 @@ KNOWN_TRIALS = ([3.0, 1.0, 0.0], [2.0, 4.0, 0.0])
 
 
 class _Begins(tf.keras.callbacks.Callback):
-  """Records the weights at the beginning of each epoch."""
-
   def __init__(self) -> None:
     super().__init__()
     self.weights: list[list[np.ndarray]] = []
@@ -550,7 +547,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
 
 
 def cases_of(launch: str) -> dict[Key, Case]:
-  """Returns all cases of a launch."""
   return {
     (
       function.__name__,

@@ -27,7 +27,6 @@ from tf_cross_shard import multi_worker
 
 
 def strategy_of(kind: str, **options: Any) -> tf.distribute.Strategy:
-  """Returns TensorFlow's strategy or the package's strategy."""
   if kind == "tensorflow":
     return tf.distribute.MultiWorkerMirroredStrategy(**options)
   return multi_worker.MultiWorkerStrategy(**options)
@@ -69,17 +68,14 @@ def faults(what: str, odd: bool) -> dict[str, Any]:
 
 
 def lose(kind: str, killed: int) -> dict[str, Any]:
-  """Returns what a worker reports when another one is killed."""
   return multi_worker_faults.lose(kind, killed, strategy_of(kind))
 
 
 def lose_waiting() -> dict[str, Any]:
-  """Returns the report of a worker that waits for a worker that is killed."""
   return multi_worker_faults.lose_waiting(strategy_of("own"))
 
 
 def stall(odd: bool) -> dict[str, Any]:
-  """Returns what workers report while one of them is stuck in Python."""
   return multi_worker_faults.stall(odd, strategy_of("own"))
 
 
@@ -99,7 +95,6 @@ def resume(
 
 
 def fit(folder: pathlib.Path, killed_after: int | None) -> dict[str, Any]:
-  """Trains a model with backups; worker 0 may be killed after some steps."""
   return multi_worker_faults.fit(folder, killed_after, strategy_of("own"))
 
 

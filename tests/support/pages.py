@@ -17,12 +17,10 @@ PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
 
 
 def text(page: str) -> str:
-  """Returns the text of a page."""
   return (PROJECT / page).read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str) -> list[str]:
-  """Returns the code blocks of a page in one language."""
   return re.findall(rf"```{language}\n(.*?)```", text(page), flags=re.DOTALL)
 
 

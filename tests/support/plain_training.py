@@ -23,8 +23,6 @@ _TOLERANCES = {
 
 
 class Gradient(NamedTuple):
-  """A gradient in NumPy."""
-
   dense: np.ndarray
   # The values and indices of a sparse gradient, with repeated indices.
   rows: tuple[np.ndarray, np.ndarray] | None
@@ -253,7 +251,6 @@ def _local_gradients(
   grads: Sequence[Any],
   members: Sequence[int],
 ) -> Gradients:
-  """Returns one replica's gradients of the scaled loss."""
   variables = training.native(model.trained)
   found: Gradients = []
   for variable, grad in zip(variables, grads, strict=True):
@@ -301,7 +298,6 @@ def _clip(options: dict[str, Any], grads: Gradients) -> Gradients:
 
 
 def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
-  """Rounds gradients to the wire dtype."""
   wire = options.get("wire_dtype")
   if wire is None:
     return grads

@@ -111,26 +111,20 @@ class Program(NamedTuple):
 
 
 class _Dice:
-  """Random choices of one seed."""
-
   def __init__(self, seed: int | Sequence[int]) -> None:
     self._rng = np.random.default_rng(seed)
 
   def chance(self, probability: float) -> bool:
-    """Returns True with this probability."""
     return bool(self._rng.random() < probability)
 
   def one(self, choices: Sequence[Any]) -> Any:
-    """Returns one of the choices."""
     return choices[self._rng.integers(len(choices))]
 
   def order(self, count: int) -> list[int]:
-    """Returns the numbers below `count` in a random order."""
     return self._rng.permutation(count).tolist()
 
 
 def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
-  """Draws the arguments of the wrapped optimizer."""
   settings: dict[str, Any] = dict(OPTIMIZERS[name])
   settings["learning_rate"] = 0.5 if is_exact else 0.0625
   if name in ("SGD", "RMSprop") and dice.chance(0.6):
@@ -158,7 +152,6 @@ def _draw_settings(dice: _Dice, name: str, is_exact: bool) -> dict[str, Any]:
 
 
 def _draw_options(dice: _Dice, is_exact: bool) -> dict[str, Any]:
-  """Draws the arguments of CrossShardOptimizer."""
   options: dict[str, Any] = {"reduction": dice.one(["mean", "sum"])}
   options["loss_averaged_over"] = dice.one([None, "replica", "global"])
   options["scale_gradients"] = dice.chance(0.25)
@@ -330,7 +323,6 @@ class Model(tf.keras.Model):
     self.trained = self.known[: -1 if program.is_partial else None]
 
   def _variable(self, start: tf.Tensor, name: str, program: Program) -> Any:
-    """Creates a variable of TensorFlow or of Keras."""
     if program.is_raw:
       return tf.Variable(start, name=name)
     return self.add_weight(
@@ -396,7 +388,6 @@ def data(program: Program) -> list[list[Features]]:
 
 
 def as_tensors(features: Features) -> Features:
-  """Returns features as tensors."""
   return {name: tf.constant(value) for name, value in features.items()}
 
 
@@ -472,7 +463,6 @@ def train(
 def _train(
   program: Program, strategy: Any, path: pathlib.Path
 ) -> tuple[Model, Any]:
-  """Creates and trains the model."""
   model, optimizer = _make(program, strategy)
   if program.way == "fit":
     _train_by_fit(program, model, optimizer)
@@ -490,7 +480,6 @@ def _train(
 
 
 def _make(program: Program, strategy: Any) -> tuple[Model, Any]:
-  """Creates the model and the optimizer."""
   with strategy.scope():
     model = Model(program)
     optimizer = CrossShardOptimizer(
@@ -532,7 +521,6 @@ def _train_by_loop(
   optimizer: Any,
   steps: Sequence[Sequence[Features]],
 ) -> None:
-  """Trains in a custom loop."""
   variables = model.trained
 
   def replica_step(features: Features) -> tf.Tensor:

@@ -121,7 +121,6 @@ def two_in_two_out(home: Any) -> Any:
 def differing(
   one: dict[str, list[np.ndarray]], other: dict[str, list[np.ndarray]]
 ) -> list[str]:
-  """Returns the names of the variables whose bits differ."""
   assert len(one) == len(other) > 0
   return [
     name
@@ -137,12 +136,10 @@ def lists(arrays: Any) -> Any:
 
 
 def values(variable: Any) -> Any:
-  """Returns `replica_state.values(variable)`, converted by `lists`."""
   return lists(replica_state.values(variable))
 
 
 def group_values(variable: Any, optimizer: Any) -> Any:
-  """Returns `replica_state.group_values(...)`, converted by `lists`."""
   return lists(replica_state.group_values(variable, optimizer))
 
 

@@ -37,7 +37,6 @@ def make(which: str) -> tuple[Any, Any]:
 
 
 def train(model: Any, optimizer: Any, calls: int) -> None:
-  """Calls `apply_gradients` in both replicas."""
 
   def step() -> None:
     number = tf.cast(testbed.replica_id() + 1, tf.float32)

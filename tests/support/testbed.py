@@ -116,7 +116,6 @@ def copies(variable: Any) -> list[np.ndarray]:
 
 
 def innermost(optimizer: Any) -> Any:
-  """Returns the optimizer that does the updates."""
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
@@ -195,7 +194,6 @@ def one_weight() -> Any:
 
 
 def interrupt() -> None:
-  """Ends the program that is running."""
   raise KeyboardInterrupt
 
 

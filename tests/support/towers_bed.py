@@ -15,7 +15,6 @@ BATCH = ((1.0,), (2.0,))
 
 
 def caller(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
-  """Returns a function unchanged, or as one tf.function."""
   return function if mode == "eager" else tf.function(function)
 
 
@@ -45,7 +44,6 @@ def named(variables: Iterable[Any], name: str) -> Any:
 
 
 def values(variables: Iterable[Any]) -> list[Any]:
-  """Returns the values of variables as lists and numbers."""
   return [np.asarray(variable.numpy()).tolist() for variable in variables]
 
 

@@ -9,7 +9,6 @@ _layers = tf.keras.layers
 
 
 def dense() -> Any:
-  """Returns a network of dense layers."""
   return tf.keras.Sequential(
     [
       tf.keras.Input((6,)),

@@ -120,7 +120,6 @@ class Regression:
     assert not (flat == flat[:, :1]).all(axis=(0, 2))[1:].any(), "same data"
 
   def variables(self, library: Any = tf.keras) -> list[Any]:
-    """Returns new weights with the initial values."""
     return [
       testbed.variable(value, name, library)
       for value, name in zip(self.initial, ("kernel", "bias"), strict=True)
@@ -171,7 +170,6 @@ class Regression:
     eager: bool = False,
     way: str = "minimize",
   ) -> None:
-    """Trains each replica on its own examples."""
     replicas = strategy.num_replicas_in_sync
     share = 1.0 if WAYS[way] == "replica" else 1 / replicas
     traced = []
@@ -194,7 +192,6 @@ class Regression:
 
 
 def make_weights(which: str, values: Mapping[str, Any]) -> list[Any]:
-  """Creates variables of a Keras, by name."""
   library, _ = KERASES[which]
   return [
     testbed.variable(value, name, library) for name, value in values.items()
@@ -280,7 +277,6 @@ def train_plain(
 
 
 def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
-  """Returns every group's weights and optimizer state."""
   return [
     value
     for variable in (*weights, *optimizer.variables)
@@ -303,7 +299,6 @@ def near(value: np.ndarray, *_: Any) -> float:
 
 
 def by_replica(variables: Sequence[Any]) -> list[list[np.ndarray]]:
-  """Returns each replica's values of all variables."""
   copies = map(testbed.copies, variables)
   return [list(own) for own in zip(*copies, strict=True)]
 

@@ -91,7 +91,6 @@ def _read(
   process: forking.Process,
   ends: Mapping[int, float],
 ) -> Worker:
-  """Reads the result of a process."""
   result = place.with_suffix(".out")
   return Worker(
     index=index,
@@ -105,7 +104,6 @@ def _read(
 def _report(
   task: str, done: Sequence[Worker], failed: Sequence[int], timeout: float
 ) -> str:
-  """Returns a report about a failed launch."""
   parts = [f"{task}: failed or not done after {timeout:g} s: {failed}"]
   for worker in done:
     parts.append(

@@ -120,7 +120,6 @@ time.sleep(float(sys.argv[2]))
 
 
 def _has_ended(pid: int) -> bool:
-  """Whether a process ends within seconds."""
   for _ in range(2000):
     try:
       # Nobody may be there to take the status of an orphan.

@@ -34,7 +34,6 @@ def tables(
 
 
 def refusal(value: Any, num_replicas: int = -1) -> str:
-  """Returns the error message for a table."""
   with pytest.raises(ValueError, match=r"^`group_assignment` must") as error:
     Groups(value, num_replicas)
   text = str(error.value)

@@ -27,7 +27,6 @@ ENGINES = testbed.STRATEGIES
 
 
 def _of(library: Any) -> Any:
-  """Our classes for a Keras."""
   is_keras3 = library is keras
   return tf_cross_shard.keras3 if is_keras3 else tf_cross_shard.tf_keras
 
@@ -74,7 +73,6 @@ def _halved(library: Any, rate: Any) -> Any:
 def _train(
   engine: str, library: Any, make: Make, rates: Any, eager: bool, **options: Any
 ) -> tuple[training.Regression, list[Any]]:
-  """Trains each group with its learning rate."""
   task, strategy = training.Regression(), ENGINES[engine]()
   with strategy.scope():
     variables = task.variables(library)

@@ -13,7 +13,6 @@ from tf_cross_shard import callbacks, groups, schedules, trials
 
 
 def _fit(verbose: int) -> dict[str, list[float]]:
-  """Trains two epochs with two sets of validation data."""
   named = groups.Groups(cases.PAIR, names=["low rate", "high rate"])
   model = cases.grouped(groups=named)
   metrics = [

@@ -34,7 +34,6 @@ SEVERAL_GRADS = [
 
 
 def make(outer: Any = None, **options: Any) -> islands.Islands:
-  """Returns a weight that groups train independently."""
   return islands.Islands(outer, [(3,)], **options)
 
 
@@ -63,7 +62,6 @@ def sgd(library: Any = keras) -> Any:
 
 
 def make_several(outer: Any, **options: Any) -> islands.Islands:
-  """Several weights that groups train independently."""
   return islands.Islands(outer, SHAPES, **options)
 
 

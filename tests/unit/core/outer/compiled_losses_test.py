@@ -211,7 +211,6 @@ def test_a_number_with_weights_of_examples(library: Any, package: Any) -> None:
 
 
 def _single(library: Any, optimizer: Any, loss: Any) -> Any:
-  """Compiles a model with one output."""
   dense = library.layers.Dense(1, use_bias=False, kernel_initializer="ones")
   model = library.Sequential([library.Input((3,)), dense])
   model.compile(optimizer, loss)

@@ -16,7 +16,6 @@ from tf_cross_shard._src.core.workers import agreement, errors, key_value_store
 
 
 def _dense(name: str, units: int = 2, dtype: str = "float32") -> list[Any]:
-  """The weights of a layer of that name."""
   layer = tf.keras.layers.Dense(units, name=name, dtype=dtype)
   layer.build((None, 3))
   return list(layer.trainable_variables)
@@ -198,7 +197,6 @@ class _Rounds(threading.local):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> _Store:
-  """Replaces the store of the coordination service."""
   found = _Store()
   monkeypatch.setattr(key_value_store.context, "context", lambda: found)
   monkeypatch.setattr(key_value_store, "_loss", lambda sender: None)
