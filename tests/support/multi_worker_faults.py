@@ -21,6 +21,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard._src.backup import preemption
+from tf_cross_shard._src.core import versions
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.replica_state import group_state
 from tf_cross_shard.multi_worker import (
@@ -60,8 +61,7 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
 def start(older: bool = False, timeout: float | None = None) -> dict[str, Any]:
   """Starts a worker; returns its error, if there is one."""
   if older:
-    mine = agreement.library_versions()[1:]
-    agreement.library_versions = lambda: ["tf_cross_shard: 0.0.1", *mine]
+    versions.own_version = lambda: "0.0.1"
   return attempt(lambda: MultiWorkerStrategy(timeout=timeout))
 
 

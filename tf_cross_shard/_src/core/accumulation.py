@@ -30,7 +30,6 @@ class Window:
   """
 
   def __init__(self, steps: int, engine: engine_lib.Engine) -> None:
-    """Creates a window of `steps` calls."""
     self._steps = steps
     self._engine = engine
     self.variables: list[Any] = []

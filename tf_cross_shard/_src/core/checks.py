@@ -123,11 +123,15 @@ class Checks:
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
     """Raises an error unless all workers begin the same first step."""
-    self._engine.compare_workers(
-      f"a step of {self._name}",
-      *(variables, grads),
-      lambda: [*self._setting_lines(), *self._iteration_lines()],
-    )
+
+    def lines() -> list[str]:
+      # Different groups may have skipped different steps.
+      is_equal = self._engine.groups.num_groups == 1
+      count = int(self._inner.iterations()) if is_equal else "any"
+      return [*self._setting_lines(), f"iterations: {count}"]
+
+    topic = f"a step of {self._name}"
+    self._engine.compare_workers(topic, variables, grads, lines)
 
   def check_strategy_of(self, variables: Sequence[Any]) -> None:
     """Raises an error for variables of a strategy other than the optimizer's.
@@ -171,27 +175,15 @@ class Checks:
     )
 
   def _is_foreign(self, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a strategy's replicas are not the optimizer's.
-
-    Two strategies with one replica each are as good as the same.
-    """
     made_in = self._engine.strategy
     replicas = strategy.num_replicas_in_sync, made_in.num_replicas_in_sync
     return strategy is not made_in and max(replicas) > 1
 
   def _setting_lines(self) -> list[str]:
-    """Returns the settings as lines, with the groups in force."""
     config = self._settings.to_config()
     del config["name"]
-    return agreement.setting_lines(
-      **{**config, "group_assignment": self._engine.groups.to_lists()}
-    )
-
-  def _iteration_lines(self) -> list[str]:
-    # Different groups may have skipped different steps.
-    is_equal = self._engine.groups.num_groups == 1
-    count = int(self._inner.iterations()) if is_equal else "any"
-    return agreement.setting_lines(iterations=count)
+    config["group_assignment"] = self._engine.groups.to_lists()
+    return agreement.setting_lines(**config)
 
   def _find_misfit(self) -> str:
     """Returns why the groups or the workers do not fit the strategy, or ""."""

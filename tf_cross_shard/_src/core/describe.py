@@ -46,8 +46,7 @@ class Description:
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns a dictionary for each variable; empty before `build`."""
-    rows: list[dict[str, Any]] = self.to_dict()["variables"]
-    return rows
+    return list(self.to_dict()["variables"])
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the whole description, in types that JSON has."""
@@ -275,7 +274,6 @@ def _notes(
 
 
 def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields the lines above the table."""
   groups = content["groups"]
   shown = textwrap.shorten(str(groups), 50, placeholder=" ...]")
   yield "strategy", content["strategy"]
@@ -298,7 +296,6 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
-  """Returns a line of the table of variables."""
   parts = [str(i) for i, size in enumerate(row["elements"]) if size]
   members = f"part {'-'.join(dict.fromkeys((*parts[:1], *parts[-1:])))}"
   if row["owner"] is not None:
@@ -310,7 +307,6 @@ def _cells(row: dict[str, Any]) -> Sequence[str]:
 
 
 def _align(table: Sequence[Sequence[str]]) -> list[str]:
-  """Returns the lines of a table, in columns."""
   widths = [max(map(len, column)) for column in zip(*table, strict=True)]
   return [
     "  ".join(

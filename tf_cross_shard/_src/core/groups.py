@@ -181,7 +181,18 @@ class Groups:
     Returns:
       One line for each group, with a heading above a drawing.
     """
-    return _draw(self.assignment, self.names, width)
+    cell = len(str(self.num_replicas - 1)) + 2
+    names = self.names or [f"group {i}" for i in range(self.num_groups)]
+    label = max(len("replica"), *map(len, names))
+    named = list(zip(names, self.assignment, strict=True))
+    if label + cell * self.num_replicas > width:
+      return "\n".join(f"{name}: {_ranges(sorted(row))}" for name, row in named)
+    ids = "".join(str(i).rjust(cell) for i in range(self.num_replicas))
+    lines = ["replica".ljust(label) + ids]
+    for name, row in named:
+      line = name.ljust(label) + _line(row, self.num_replicas, cell)
+      lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 def contiguous(
@@ -330,7 +341,6 @@ def along(
 
 
 def _check_division(num_replicas: int, group_size: int) -> None:
-  """Raises `ValueError` unless groups of this size cover the replicas."""
   validation.check_integer("num_replicas", num_replicas, _EXAMPLE)
   validation.check_integer("group_size", group_size, _EXAMPLE)
   if num_replicas % group_size:
@@ -354,7 +364,6 @@ def _checked_names(names: Any, num_groups: int) -> tuple[str, ...] | None:
 
 
 def _shown(value: object) -> str:
-  """Formats a value for an error: one line, shortened."""
   tolist = getattr(value, "tolist", None)
   text = str(tolist() if callable(tolist) else value)
   return textwrap.shorten(text, 100, placeholder=" ...")
@@ -382,10 +391,7 @@ def _group_index(
 ) -> list[int]:
   """Returns the row of each replica; raises `ValueError` for a bad table.
 
-  Args:
-    rows: The table.
-    num_replicas: How many replicas the table must contain; None for any number.
-    shown: The table as the user gave it, for errors.
+  `num_replicas` is None for any number. Errors show the user's table, `shown`.
   """
   sizes = sorted(set(map(len, rows)))
   if sizes in ([], [0]):
@@ -417,7 +423,6 @@ def _group_index(
 
 
 def _as_id(replica: Any, shown: object) -> int:
-  """Returns a replica id as an int; raises `ValueError` for other types."""
   try:
     if isinstance(replica, bool):
       raise TypeError
@@ -427,25 +432,6 @@ def _as_id(replica: Any, shown: object) -> int:
       f"`group_assignment` must contain integers; {replica!r} in"
       f" {_shown(shown)} is not an integer. {_REMEDY}"
     ) from None
-
-
-def _draw(
-  assignment: Sequence[Sequence[int]], names: Sequence[str] | None, width: int
-) -> str:
-  """Returns one line for each group, and a heading if a drawing fits."""
-  num_replicas = sum(len(row) for row in assignment)
-  cell = len(str(num_replicas - 1)) + 2
-  names = names or [f"group {i}" for i in range(len(assignment))]
-  label = max(len("replica"), *map(len, names))
-  named = list(zip(names, assignment, strict=True))
-  if label + cell * num_replicas > width:
-    return "\n".join(f"{name}: {_ranges(sorted(row))}" for name, row in named)
-  ids = "".join(str(replica).rjust(cell) for replica in range(num_replicas))
-  lines = ["replica".ljust(label) + ids]
-  for name, row in named:
-    line = name.ljust(label) + _line(row, num_replicas, cell)
-    lines.append(line.rstrip())
-  return "\n".join(lines)
 
 
 def _line(row: Sequence[int], num_replicas: int, cell: int) -> str:

@@ -48,7 +48,6 @@ class LossConvention:
   def __init__(
     self, settings: settings_lib.Settings, groups: groups_lib.Groups
   ) -> None:
-    """Creates the convention of an optimizer with these settings."""
     self._settings = settings
     self._groups = groups
     # What the step of the calling replica has done so far. It is local to the
@@ -292,7 +291,6 @@ class LossConvention:
     }
 
   def _warn(self, text: str, *values: Any) -> None:
-    """Logs a warning once."""
     is_shared = self._settings.scale_gradients
     logged = _shared_warnings if is_shared else self._own_warnings
     line = text % values

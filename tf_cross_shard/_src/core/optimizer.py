@@ -1,8 +1,8 @@
 """CrossShardOptimizer: a Keras optimizer that reduces gradients over groups.
 
 This module contains the public members: arguments, properties and Keras'
-methods. `step.flow` contains the path of a gradient through a step. The
-subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
+methods. `step` contains the path of a gradient through a step. The subclasses
+in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -214,11 +214,17 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     found = parts.find(self)
     if found is None or found.step is None:  # Keras' constructor is running.
       return
-    if not callable(value):
-      per_group_lib.check_settable(found.inner.optimizer)
+    opt = found.inner.optimizer
+    if not callable(value) and per_group_lib.rates_of(opt) is not None:
+      raise TypeError(
+        "PerGroup holds a learning rate for each group, so one number cannot"
+        " replace it. Instead of ReduceLROnPlateau, use"
+        " callbacks.GroupReduceLROnPlateau; instead of LearningRateScheduler,"
+        " use a PerGroup of schedules."
+      )
     schedule = per_group_lib.schedule_class(self._package)
     per_group_lib.check_rates(value, self.groups, schedule)
-    found.inner.optimizer.learning_rate = value
+    opt.learning_rate = value
 
   @property
   def skipped_steps(self) -> Any:
@@ -450,15 +456,10 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     return self._steps.settings.to_config()
 
   def _before_saving(self) -> None:
-    own = parts.find(self)
-    if own is not None and own.step is not None:
-      whole = self._inner.whole
-      saved = [
-        *whole.trainable_variables,
-        *self._inner.all_variables,
-      ]
-      own.step.warnings.before_saving(saved)
+    step = parts.find_step(self)
+    if step is not None:
+      weights = self._inner.whole.trainable_variables
+      step.warnings.before_saving([*weights, *self._inner.all_variables])
 
   def _differing(self) -> dict[str, Any]:
-    step = self._steps
-    return {} if step is None else step.settings.non_default()
+    return self._steps.settings.non_default()

@@ -5,7 +5,7 @@ to? `group_here` answers it. A step puts the answer into a context variable,
 which `PerGroup` and `GroupSettings` read while the wrapped optimizer updates
 the weights:
 
-    step ─ in_group(group_here(groups)) ─▶ PerGroup       learning_rate[group]
+    step ─ as_group(group_here(groups)) ─▶ PerGroup       learning_rate[group]
                                            GroupSettings  weight_decay[group]
 
 Where all replicas run one program, as on TPUs, the group is a tensor.
@@ -34,22 +34,10 @@ from tf_cross_shard._src.core.reduce import isolation
 _my_group: Final = contextvars.ContextVar[Any]("my_group", default=None)
 
 
-@contextlib.contextmanager
-def in_group(group: Any) -> Iterator[None]:
-  """Makes `group` the group of the caller; None for no group."""
-  before = _my_group.set(group)
-  try:
-    yield
-  finally:
-    _my_group.reset(before)
-
-
 def group_here(groups: groups_lib.Groups) -> Any:
-  """Returns the group of the calling replica.
+  """Returns the calling replica's group: an int, or a tensor in one program.
 
-  Returns:
-    An int; a scalar tensor where all replicas run one program; None outside
-    replicas.
+  Outside replicas, it returns None.
   """
   replica = isolation.current_replica()
   if replica is None or isinstance(replica, int):
@@ -107,7 +95,8 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
   return tf.gather(rows, 0 if group is None else group)
 
 
-def as_group(group: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def as_group(group: Any) -> Iterator[None]:
   """Sets the group whose values `per_group` returns outside replicas.
 
   Use it when you call the model of one group, such as the result of
@@ -122,7 +111,11 @@ def as_group(group: Any) -> contextlib.AbstractContextManager[None]:
   Args:
     group: The number of the group, or a variable that holds it.
   """
-  return in_group(group)
+  before = _my_group.set(group)
+  try:
+    yield
+  finally:
+    _my_group.reset(before)
 
 
 class PerGroup:
@@ -213,7 +206,8 @@ class PerGroup:
     """
     group = _my_group.get()
     is_replica = isolation.current_replica() is not None
-    if group is None and is_replica and _has_several_replicas():
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if group is None and is_replica and replicas > 1:
       raise RuntimeError(
         "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
         " which knows the groups. Wrap the optimizer:"
@@ -283,11 +277,8 @@ def check_rates(
 ) -> None:
   """Raises `ValueError` for a `PerGroup` that does not fit the groups.
 
-  Args:
-    rate: One learning rate, or a list. A schedule may be a PerGroup, or may
-      call one, as a warm-up calls the schedule that follows it.
-    groups: The groups of the optimizer.
-    schedule: The base class of schedules of the optimizer's Keras.
+  `rate` is one learning rate, or a list. A schedule (of the class `schedule`)
+  may be a PerGroup, or call one, as a warm-up calls what follows it.
   """
   if isinstance(rate, PerGroup) and len(rate.rates) != groups.num_groups:
     raise ValueError(
@@ -311,17 +302,6 @@ def check_rates_of(
     check_rates(rates, groups, schedule_class(package))
 
 
-def check_settable(optimizer: Any) -> None:
-  """Raises `TypeError` if a PerGroup is the learning rate of an optimizer."""
-  if rates_of(optimizer) is not None:
-    raise TypeError(
-      "PerGroup holds a learning rate for each group, so one number cannot"
-      " replace it. Instead of ReduceLROnPlateau, use"
-      " callbacks.GroupReduceLROnPlateau; instead of LearningRateScheduler, use"
-      " a PerGroup of schedules."
-    )
-
-
 def rates_of(optimizer: Any) -> PerGroup | None:
   """Returns the PerGroup that is the learning rate of an optimizer, or None."""
   for nested in names_lib.nested_optimizers(optimizer):
@@ -337,12 +317,7 @@ def schedule_class(package: str) -> type[Any]:
   return schedules.LearningRateSchedule
 
 
-def _has_several_replicas() -> bool:
-  return tf.distribute.get_strategy().num_replicas_in_sync > 1
-
-
 def _check_replicas(groups: groups_lib.Groups) -> None:
-  """Raises `ValueError` unless the groups hold the strategy's replicas."""
   strategy = tf.distribute.get_strategy()
   if strategy.num_replicas_in_sync != groups.num_replicas:
     raise ValueError(
@@ -372,7 +347,6 @@ class GroupNumber(float):
     return made
 
   def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-    """Returns the number when TensorFlow converts this object to a tensor."""
     del name
     return self.tensor if dtype is None else tf.cast(self.tensor, dtype)
 

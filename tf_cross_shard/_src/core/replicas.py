@@ -84,7 +84,6 @@ class Copies:
   """
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
-    """Finds the engine and the workers of a strategy."""
     check_between_steps()
     self.engine = reduce.for_strategy(strategy)
     self.workers = agreement.of_strategy(strategy)
@@ -189,12 +188,10 @@ class Copies:
     return [_from_words(row, here[0]) for row in np.concatenate(chunks, axis=1)]
 
   def _copies(self, variable: Any) -> Sequence[Any]:
-    """Returns the copies of this process, or the only one if all share it."""
     return self.engine.strategy.experimental_local_results(native(variable))
 
 
 def _to_words(arrays: Sequence[Array]) -> Array:
-  """Returns a row of int32 words for each array, padded to whole words."""
   padding = bytes(-arrays[0].nbytes % 4)
   return np.stack(
     [np.frombuffer(array.tobytes() + padding, np.int32) for array in arrays]
@@ -208,7 +205,6 @@ def _from_words(words: Array, like: Array) -> Array:
 
 
 def _pad_rows(array: Array, rows: int) -> Array:
-  """Appends rows of zeros to an array until it has `rows` rows."""
   missing = [rows - len(array), *array.shape[1:]]
   return np.concatenate([array, np.zeros(missing, array.dtype)])
 

@@ -101,7 +101,6 @@ class Settings:
   )
 
   def __post_init__(self) -> None:
-    """Raises an error for an argument with an invalid value."""
     for name, convert in (
       ("reduction", loss_factor.canonical_reduction),
       ("loss_averaged_over", loss_factor.check_averaged_over),
@@ -163,7 +162,6 @@ class Settings:
     return value.name if isinstance(value, tf.DType) else value
 
   def to_config(self) -> dict[str, Any]:
-    """Returns the arguments in serializable form."""
     names = [field.name for field in dataclasses.fields(self)]
     config = {name: self.read(name) for name in names}
     groups = self.group_assignment
@@ -175,7 +173,6 @@ class Settings:
     return config
 
   def non_default(self) -> dict[str, Any]:
-    """Returns the arguments that differ from their defaults."""
     defaults = Settings().to_config()
     config = self.to_config().items()
     return {name: value for name, value in config if value != defaults[name]}
@@ -185,7 +182,6 @@ class Setting:
   """A property of the optimizer that returns the setting of the same name."""
 
   def __init__(self, field: "dataclasses.Field[Any]") -> None:
-    """Creates the property for a field of `Settings`."""
     self._name = field.name
     self._is_mutable = field.metadata["is_mutable"]
     self.__doc__ = field.metadata["doc"]
@@ -244,7 +240,6 @@ def required_groups(group_assignment: Any) -> groups_lib.Groups:
 
 
 def _check_limit(name: str, limit: Any) -> None:
-  """Raises `ValueError` unless a limit is None or a number of at least 0."""
   # This comparison is also False for NaN.
   is_number = hasattr(limit, "__float__") and float(limit) >= 0
   if limit is not None and not is_number:

@@ -162,15 +162,11 @@ class Step:
           lambda: self.update.apply(sums, call.variables, call.through_apply),
           lambda: None,
         )
-      if call.global_step is not None:
-        self._count(call.global_step, sums)
+      counter = call.global_step
+      if counter is not None and self.engine.updates_here(counter):
+        is_step = clipping.all_finite(sums) if self._may_skip else True
+        counter.assign_add(tf.cast(is_step, counter.dtype))
     self.update.gather_weights(sums)
-
-  def _count(self, global_step: Any, sums: Sequence[Gradient]) -> None:
-    """Increments the user's counter, unless the step was skipped."""
-    if self.engine.updates_here(global_step):
-      is_step = clipping.all_finite(sums) if self._may_skip else True
-      global_step.assign_add(tf.cast(is_step, global_step.dtype))
 
   def _scale_and_clip(self, call: Call) -> list[Gradient]:
     """Returns this replica's own gradients, scaled and clipped.
@@ -212,7 +208,7 @@ class Step:
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""
-    return per_group_lib.in_group(per_group_lib.group_here(self.engine.groups))
+    return per_group_lib.as_group(per_group_lib.group_here(self.engine.groups))
 
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""

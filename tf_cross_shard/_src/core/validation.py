@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # For editors only: Keras 3 or tf_keras may be missing.
 
 
 def is_number(value: Any) -> bool:
-  """Returns whether a value is a Python or NumPy number, and not a boolean."""
   kinds = (int, float, np.integer, np.floating)
   return isinstance(value, kinds) and not isinstance(value, bool)
 
@@ -197,7 +196,6 @@ def check_known(
 
 
 def _as_list(argument: str, value: Any) -> list[Any]:
-  """Returns an iterable as a list; raises `TypeError` for a tensor."""
   if not isinstance(value, Iterable) or tf.is_tensor(value):
     raise TypeError(
       f"`{argument}` must be a list; got {_shown(value)}. Pass what"
@@ -236,7 +234,6 @@ def _check_gradient(grad: Any, variable: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-  """Formats a value for an error: one line, shortened."""
   try:
     text = repr(value)
   except Exception:  # Keras 3.10 cannot show a variable in a graph.

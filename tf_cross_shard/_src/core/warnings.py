@@ -140,7 +140,6 @@ class GroupWarnings:
       logging.warning(_SHARDED_AVERAGES, self._name)
 
   def accept(self) -> None:
-    """Accepts the weights of the groups, which may be equal on purpose."""
     if self._groups.num_groups > 1 and self._inner.is_built:
       self._accepted_at = self._count_steps()
 
@@ -170,7 +169,6 @@ class GroupWarnings:
       )
 
   def before_evaluating(self) -> None:
-    """Warns that Keras evaluates or predicts rows with different groups."""
     self._log_once(_MIXED_EVALUATION)
 
   def _are_equal(self, variables: Iterable[Any]) -> bool:
@@ -189,7 +187,6 @@ class GroupWarnings:
     return int(self._inner.iterations())
 
   def _log_once(self, text: str) -> None:
-    """Logs a warning once, if there are several groups."""
     if self._groups.num_groups > 1 and text not in self._logged:
       self._logged.add(text)
       logging.warning(text, self._name, self._groups.num_groups)

@@ -60,7 +60,13 @@ def clip(
   merged = (
     [row_sparse.merge_duplicates(g) for g in grads] if sums_rows else grads
   )
-  wide = [_widen(grad) for grad in merged]
+  # Widen half precision: in float16, the square of 300 is infinite.
+  wide = [
+    _each(grad, tf.cast, tf.float32)
+    if _dtype(grad) in (tf.float16, tf.bfloat16)
+    else grad
+    for grad in merged
+  ]
   if clipnorm is not None:
     wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
   elif global_clipnorm is not None:
@@ -89,10 +95,7 @@ def clip(
 
 
 def limits_of(optimizer: Any) -> dict[str, Any]:
-  """Returns the clipping limits of a Keras optimizer, as arguments of `clip`.
-
-  Keras does not clip by a limit that is not positive, which becomes None.
-  """
+  """Returns Keras' clipping limits as arguments of `clip`: 0 becomes None."""
   limits = {name: getattr(optimizer, name, None) for name in LIMITS}
   return {
     name: limit if limit and limit > 0 else None
@@ -126,42 +129,16 @@ def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
   >>> bool(all_finite([tf.constant([1.0, float("inf")])]))
   False
   """
-  values = [
-    grad.values if isinstance(grad, tf.IndexedSlices) else grad
-    for grad in grads
-    if grad is not None
-  ]
-  finite = [
-    tf.reduce_all(tf.math.is_finite(part))
-    for value in values
-    for part in _floats(value)
-  ]
+  finite = []
+  for grad in grads:
+    if grad is not None:
+      value = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+      parts = [value]
+      if value.dtype.is_complex:
+        parts = [tf.math.real(value), tf.math.imag(value)]
+      floats = [part for part in parts if part.dtype.is_floating]
+      finite += [tf.reduce_all(tf.math.is_finite(part)) for part in floats]
   return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
-
-
-def zero_or_nan(
-  grads: Sequence[Gradient],
-  all_reduce_sum: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-) -> tf.Tensor:
-  """Returns 0 on all members, or NaN if any member's gradients are not finite.
-
-  Members that have different parts of the gradients have to skip the same
-  steps.
-
-  Args:
-    grads: This member's gradients.
-    all_reduce_sum: Sums tensors over the members.
-  """
-  is_bad = tf.cast(~all_finite(grads), tf.float32)
-  [bad_members] = all_reduce_sum([is_bad])
-  return tf.where(bad_members > 0, float("nan"), 0.0)
-
-
-def _floats(value: tf.Tensor) -> list[tf.Tensor]:
-  """Splits complex tensors and drops integers, for `tf.math.is_finite`."""
-  if value.dtype.is_complex:
-    return [tf.math.real(value), tf.math.imag(value)]
-  return [value] if value.dtype.is_floating else []
 
 
 def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
@@ -182,13 +159,6 @@ def _clip_by_value(
   if keep_infinite:
     return tf.where(tf.math.is_inf(values), values, clipped)
   return clipped
-
-
-def _widen(grad: Gradient) -> Gradient:
-  """Widens half precision: in float16, the square of 300 is infinite."""
-  if _dtype(grad) in (tf.float16, tf.bfloat16):
-    return _each(grad, tf.cast, tf.float32)
-  return grad
 
 
 def _dtype(grad: Gradient) -> tf.DType | None:

@@ -46,7 +46,6 @@ class GraphOptions:
   grad_loss: Any = None
 
   def __post_init__(self) -> None:
-    """Raises `ValueError` for an unknown gate."""
     if self.gate_gradients not in (GATE_NONE, GATE_OP, GATE_GRAPH):
       raise ValueError(
         "`gate_gradients` must be GATE_NONE (0), GATE_OP (1) or GATE_GRAPH"
@@ -148,10 +147,7 @@ def differentiate(
   options: GraphOptions,
   requires_scalar: bool,
 ) -> Pairs:
-  """Computes gradients for a wrapped optimizer, with its loss scale.
-
-  The loss scale multiplies the seed and is divided out of the gradients again.
-  """
+  """Computes gradients for a wrapped optimizer, with its loss scale."""
   variables = _checked(inner, var_list)
   pairs = compute(
     loss,
@@ -184,7 +180,6 @@ def _checked(inner: Any, var_list: Any) -> list[Any] | None:
 def _graph_gradients(
   loss: tf.Tensor, variables: list[Any], seed: tf.Tensor, options: GraphOptions
 ) -> list[Any]:
-  """Calls `tf.gradients` with the gates of TensorFlow 1 optimizers."""
   grads = tf.compat.v1.gradients(
     loss,
     variables,

@@ -104,7 +104,6 @@ def _cut(buffer: tf.Tensor, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def flatten(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Returns tensors as flat tensors."""
   # One constant for all: with thousands of tensors, each operation counts.
   shape = tf.constant([-1])
   return [

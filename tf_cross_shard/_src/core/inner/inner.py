@@ -51,7 +51,6 @@ class Inner(abc.ABC):
   _index_attribute: str
 
   def __init__(self, optimizer: Any) -> None:
-    """Wraps the user's optimizer."""
     self.optimizer = optimizer
     self.innermost = innermost(optimizer)
     self.fused: bool | None = False
@@ -62,7 +61,6 @@ class Inner(abc.ABC):
 
   @property
   def name(self) -> str:
-    """The optimizer's name."""
     # tf_keras' LossScaleOptimizer has no name, and legacy optimizers have a
     # private name.
     for optimizer in (self.optimizer, self.innermost):
@@ -187,7 +185,6 @@ class Inner(abc.ABC):
     return [*self.whole.variables, *loss_scale]
 
   def knows(self, variable: Any) -> bool:
-    """Returns whether the optimizer was built on a variable."""
     return self.whole.index(variable) is not None
 
   @abc.abstractmethod
@@ -199,19 +196,15 @@ class Inner(abc.ABC):
     """Returns the name of every slot, once, in order of creation."""
 
   def view(self, variable: Any, name: str) -> Any:
-    """Returns a slot for the user; None if there is no slot with this name."""
     return self.slots(variable).get(name)
 
   def set_weights(self, weights: Any) -> None:
-    """Assigns values in the order of `variables`."""
     self.optimizer.set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
-    """Saves the variables in Keras' form."""
     self.optimizer.save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
-    """Loads variables in Keras' form."""
     self.optimizer.load_own_variables(store)
 
   @property
@@ -390,7 +383,6 @@ class Inner(abc.ABC):
 
 
 def has_several_dtypes(values: Sequence[Any]) -> bool:
-  """Returns whether gradients or variables have different dtypes."""
   return len({tf.as_dtype(v.dtype) for v in values if v is not None}) > 1
 
 

@@ -38,7 +38,6 @@ def keras_of(model: Any) -> Any:
 
 
 def layers(model: Any) -> list[Any]:
-  """Returns a model and all of its layers, including nested layers."""
   flatten = getattr(model, "_flatten_layers", None)
   return [model] if flatten is None else list(flatten())
 
@@ -50,17 +49,14 @@ def is_built(optimizer: Any) -> bool:
 
 
 def name(optimizer: Any) -> str:
-  """Returns the name of an optimizer, which is private in legacy ones."""
   return str(getattr(optimizer, "name", None) or optimizer._name)
 
 
 def key(optimizer: Any, variable: Any) -> Any:
-  """Returns the key under which an optimizer knows a variable."""
   return optimizer._var_key(variable)
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-  """Returns whether weight decay, if it is set, applies to a variable."""
   return bool(optimizer._use_weight_decay(variable))
 
 
@@ -79,7 +75,6 @@ def rates_and_schedules(optimizer: Any) -> list[Any]:
 
 
 def trained(optimizer: Any) -> list[Any]:
-  """Returns the trained variables; Keras 3 names slots after them."""
   return list(getattr(optimizer, "_trainable_variables", ()))
 
 
@@ -128,7 +123,6 @@ _AVERAGES: Final = "_model_variables_moving_average"
 
 
 def averages(optimizer: Any) -> list[Any]:
-  """Returns the moving averages of the weights."""
   return list(getattr(optimizer, _AVERAGES, ()))
 
 

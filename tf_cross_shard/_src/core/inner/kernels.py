@@ -44,7 +44,6 @@ class Kernel:
 
   @property
   def operation(self) -> str:
-    """The name of the operation for dense gradients."""
     return f"ResourceApply{self.name}"
 
   def arguments(self, optimizer: Any, rate: Any) -> dict[str, Any]:
@@ -168,7 +167,6 @@ def apply(
 
 
 def read(handle: Any, dtype: tf.DType) -> tf.Tensor:
-  """Returns the value of this replica's copy."""
   return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
 

@@ -78,7 +78,6 @@ def _each_once(variables: Iterable[Any]) -> list[Any]:
 
 
 def check_optimizer(optimizer: Any) -> None:
-  """Raises `TypeError` unless `optimizer` is an optimizer."""
   if not hasattr(optimizer, "variables") or not (
     hasattr(optimizer, "apply_gradients")
   ):
@@ -206,7 +205,6 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
 
 
 def group_warnings_of(optimizer: Any) -> "list[warnings_lib.GroupWarnings]":
-  """Returns the `GroupWarnings` of each CrossShardOptimizer."""
   return [step.warnings for step in steps_of(optimizer)]
 
 

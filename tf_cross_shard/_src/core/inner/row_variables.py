@@ -30,7 +30,6 @@ class Rows:
   trainable = True
 
   def __init__(self, variable: Any, indices: tf.Tensor) -> None:
-    """Gathers the rows at unique indices."""
     native = variables_lib.native(variable)
     self._handle = native.handle
     self._indices = indices
@@ -47,17 +46,14 @@ class Rows:
 
   @property
   def shape(self) -> tf.TensorShape:
-    """The shape of the rows."""
     return self._value.shape
 
   def __tf_tensor__(
     self, dtype: tf.DType | None = None, name: str | None = None
   ) -> tf.Tensor:
-    """Returns the rows when TensorFlow converts this object to a tensor."""
     return tf.convert_to_tensor(self._value, dtype, name=name)
 
   def read_value(self) -> tf.Tensor:
-    """Returns the rows, a tensor `[k, ...]`."""
     return self._value
 
   def assign(self, value: Any) -> None:
@@ -65,11 +61,9 @@ class Rows:
     self._value = tf.cast(value, self.dtype)
 
   def assign_add(self, value: Any) -> None:
-    """Adds to the rows."""
     self.assign(self._value + tf.cast(value, self.dtype))
 
   def assign_sub(self, value: Any) -> None:
-    """Subtracts from the rows."""
     self.assign(self._value - tf.cast(value, self.dtype))
 
   def scatter_add(self, slices: tf.IndexedSlices) -> None:

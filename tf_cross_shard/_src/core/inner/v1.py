@@ -156,17 +156,13 @@ class V1Update:
     kernels.apply(self._kernel, native, slots, gradient, arguments)
 
   def _multiply_powers(self) -> None:
-    """Multiplies beta^t by beta, after a step has updated all variables.
-
-    TensorFlow 1 does the same.
-    """
+    """Multiplies beta^t by beta after a step, as TensorFlow 1 does."""
     for power in self._kernel.powers:
       after = self._power(power) * self._factor(power)
       kernels.write(self._handle(power), after)
 
   @property
   def v1_operation(self) -> str:
-    """The operation that updates a variable with a dense gradient."""
     return self._kernel.operation
 
   @property
@@ -189,7 +185,6 @@ class V1Update:
     return tf.constant(factor, tf.float32)
 
   def _handle(self, power: str) -> Any:
-    """Returns the handle of this replica's copy of a power."""
     return variables_lib.native(getattr(self, power)).handle
 
   learning_rate: Any
@@ -202,11 +197,9 @@ class Function:
   """A learning rate that reads a variable or a function in every step."""
 
   def __init__(self, rate: Any) -> None:
-    """Stores a variable, or a function of no arguments."""
     self._rate = rate
 
   def __call__(self, step: Any) -> tf.Tensor:
-    """Returns the current learning rate; ignores `step`."""
     del step
     if hasattr(self._rate, "assign"):
       return tf.cast(tf.convert_to_tensor(self._rate), tf.float32)

@@ -170,5 +170,4 @@ class Keras3Adapter(inner_lib.Inner):
 
 
 def adapter(optimizer: Any) -> Keras3Adapter:
-  """Returns the wrapped form of an optimizer."""
   return Keras3Adapter(optimizer)

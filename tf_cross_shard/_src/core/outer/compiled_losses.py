@@ -28,30 +28,20 @@ class CompiledLoss:
   def __init__(
     self, loss: Any, model: Any, is_divided: Callable[..., bool]
   ) -> None:
-    """Wraps a loss object of Keras.
-
-    Args:
-      loss: The loss object.
-      model: The model that was compiled with the loss.
-      is_divided: Whether Keras divides the value. Its arguments are the loss
-        object, what `loss.call` returned, and the predictions and weights.
-    """
+    """Wraps a loss object; `is_divided` is whether Keras divides its value."""
     self.loss = loss
     self._model = model
     self._is_divided = is_divided
 
   @property
   def name(self) -> Any:
-    """The name of the loss."""
     return self.loss.name
 
   @property
   def reduction(self) -> Any:
-    """How Keras reduces the loss over examples."""
     return self.loss.reduction
 
   def get_config(self) -> Any:
-    """Returns the configuration of the loss."""
     return self.loss.get_config()
 
   def __call__(

@@ -44,7 +44,6 @@ class SavedState(Wrapping):
     return {self._argument: opt, **self._config()}
 
   def _config(self) -> dict[str, Any]:
-    """Returns the other arguments in serializable form."""
     return {}
 
   @classmethod

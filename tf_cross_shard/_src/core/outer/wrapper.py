@@ -84,7 +84,6 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   @classmethod
   def _serialize(cls, opt: Any) -> Any:
-    """Returns an optimizer in serializable form, a dictionary."""
     return cls._keras().saving.serialize_keras_object(opt)
 
   @classmethod
@@ -314,14 +313,12 @@ def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
 
 
 def _kind(opt: Any) -> str:
-  """Returns the class of an object in words, for an error."""
   kind = opt if isinstance(opt, type) else type(opt)
   prefix = "the class " if kind is opt else ""
   return f"{prefix}{kind.__module__}.{kind.__qualname__}"
 
 
 def _remedy(opt: Any, package: str) -> str:
-  """Returns the remedy for an object that is not an optimizer of this Keras."""
   if isinstance(opt, type):
     return f"Pass an object, not the class: {opt.__name__}()."
   for other in ("keras", "tf_keras"):

@@ -153,6 +153,9 @@ class CollectiveOps:
       for tensor in tensors:
         function, ordinal = self._place_in_program(replica)
         chain = ordinal % self._chains  # Successive collectives take turns.
+        # Only the runtime's own implementation has an all-to-all.
+        is_known = self.hint != NCCL or tensor.dtype in _NCCL_DTYPES
+        hint = AUTO if name == ALL_TO_ALL or not is_known else self.hint
         results.append(
           getattr(tf.raw_ops, name)(
             input=tensor,
@@ -160,21 +163,13 @@ class CollectiveOps:
             group_key=self.group_key(groups, replica),
             instance_key=instance_key(name, tensor, function, ordinal),
             ordering_token=[self.token(replica, chain, device)],
-            communication_hint=self._hint_of(name, tensor),
+            communication_hint=hint,
             **_ATTRIBUTES.get(name, {}),
           )
         )
       return results
 
     return self._run_watched(tensors, run) if self._run_watched else run()
-
-  def _hint_of(self, name: str, tensor: tf.Tensor) -> str:
-    """Returns the hint for a collective.
-
-    Only the runtime's own implementation has an all-to-all.
-    """
-    is_known = self.hint != NCCL or tensor.dtype in _NCCL_DTYPES
-    return AUTO if name == ALL_TO_ALL or not is_known else self.hint
 
   def reduce_scatter(
     self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
@@ -224,12 +219,14 @@ class CollectiveOps:
       for i, tensor in enumerate(tensors)
     ]
     joined = self.run(ALL_GATHER, padded, groups, replica, device)
-    return [
-      from_words(
-        _without_padding(all_rows, counts[:, i], groups.group_size), tensor
-      )
-      for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True))
-    ]
+    results = []
+    for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True)):
+      # is_real[m, k]: whether row k of member m is not padding.
+      rows_each = tf.shape(all_rows)[0] // groups.group_size
+      is_real = tf.range(rows_each) < counts[:, i, tf.newaxis]
+      words = tf.boolean_mask(all_rows, tf.reshape(is_real, [-1]))
+      results.append(from_words(words, tensor))
+    return results
 
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
     """Raises an error where a collective would hang or fail."""
@@ -241,7 +238,9 @@ class CollectiveOps:
         " eagerly inside `strategy.run`: the replicas run one after the other."
         " Call `strategy.run` itself inside a tf.function."
       )
-    if _inside_while_loop():
+    # The graphs of the replica function, without the graph in which it began.
+    graphs = _enclosing_graphs()[:-1]
+    if any("While" in type(graph).__name__ for graph in graphs):
       raise RuntimeError(
         "Gradients cannot be reduced in a tf.while_loop inside the function"
         " given to `strategy.run`. Put the loop around `strategy.run`, in one"
@@ -281,7 +280,7 @@ class CollectiveOps:
     if tf.executing_eagerly():
       # Eager collectives of a replica run one at a time, so one key is enough.
       return 0, 0
-    graph = _outermost_graph()
+    graph = _enclosing_graphs()[-1]  # In which the replica function began.
     if graph not in self._functions:
       self._functions[graph] = next(self._numbers), {}
     number, ordinals = self._functions[graph]
@@ -326,10 +325,6 @@ class CollectiveEngine(engine.Engine):
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return self._collectives.join_rows(tensors, *self._caller())
-
-  @property
-  def can_scatter(self) -> bool:
-    return keeps_order(self.groups)
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     if not keeps_order(self.groups):
@@ -482,18 +477,6 @@ def _enclosing_graphs() -> list[Any]:
   return graphs
 
 
-def _outermost_graph() -> Any:
-  """Returns the graph in which the replica function began."""
-  return _enclosing_graphs()[-1]
-
-
-def _inside_while_loop() -> bool:
-  """Returns whether this is in a `tf.while_loop` of the replica function."""
-  return any(
-    "While" in type(graph).__name__ for graph in _enclosing_graphs()[:-1]
-  )
-
-
 def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
   """Rounds a number of rows up, by at most a quarter, to at least one.
 
@@ -514,22 +497,6 @@ def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
 
 
 def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-  """Appends rows of zeros until a tensor has `rows` rows."""
   missing = rows - tf.shape(tensor)[0]
   padding = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
   return tf.pad(tensor, padding)
-
-
-def _without_padding(
-  joined: tf.Tensor, counts: tf.Tensor, members: int
-) -> tf.Tensor:
-  """Drops the rows that `_pad_rows` appended.
-
-  Args:
-    joined: `[members * rows, ...]`: the padded tensors of all members.
-    counts: `[members]`: how many rows each member had.
-    members: The number of members.
-  """
-  rows = tf.shape(joined)[0] // members
-  is_real = tf.range(rows)[tf.newaxis, :] < counts[:, tf.newaxis]
-  return tf.boolean_mask(joined, tf.reshape(is_real, [-1]))

@@ -145,11 +145,6 @@ class Engine(abc.ABC):
     members = range(self.groups.group_size)
     return tf.concat([_pack(values, layout, member) for member in members], 0)
 
-  @property
-  def can_scatter(self) -> bool:
-    """Whether `reduce_scatter` sends half of what an all-reduce sends."""
-    return True
-
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Sums a vector over the group, and returns this member's part.
 
@@ -167,13 +162,10 @@ class Engine(abc.ABC):
     """
     # Each member contributes zeros except for its own shard, so the sum
     # concatenates the shards.
-    return self.all_reduce_sum([self.place_among_zeros(part)])[0]
-
-  def place_among_zeros(self, part: tf.Tensor) -> tf.Tensor:
-    """Returns a vector of zeros that has `part` at this member's position."""
     places = tf.range(self.groups.group_size)[:, tf.newaxis]
     is_mine = places == self.position()
-    return tf.reshape(tf.where(is_mine, part, tf.zeros_like(part)), [-1])
+    among_zeros = tf.where(is_mine, part, tf.zeros_like(part))
+    return self.all_reduce_sum([tf.reshape(among_zeros, [-1])])[0]
 
   def position(self) -> Any:
     """Returns this replica's place among the sorted members of its group.

@@ -43,20 +43,6 @@ def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
     yield
 
 
-def isolate_in_one_program(
-  strategy: tf.distribute.Strategy,
-) -> contextlib.AbstractContextManager[Any]:
-  """Isolates a replica if all replicas run one program, as on TPUs.
-
-  On TPUs, merge calls run immediately, also in `tf.cond`. A variable whose
-  aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
-  the value of replica 0, which may belong to a different group. In this
-  context, each replica's copy receives the value of that replica, which is the
-  same on all members of a group.
-  """
-  return _OneProgramContext(strategy, tf.distribute.get_replica_context())
-
-
 def replica_id() -> int | None:
   """Returns this replica's number if it is known while tracing, else None."""
   replica = current_replica()
@@ -112,7 +98,6 @@ class _Overrides:
   """
 
   def __init__(self, extended: Any) -> None:
-    """Puts the overriding methods on the object."""
     self.users = 0
     self._extended = extended
     # Usually only the class has these methods. Remember the methods that the
@@ -121,20 +106,12 @@ class _Overrides:
     self._own = {name: own[name] for name in _OVERRIDDEN if name in own}
     use_merge_call = extended._use_merge_call
     all_reduce = extended._replica_ctx_all_reduce
-
-    def override_use_merge_call() -> bool:
-      return not _is_isolated() and use_merge_call()
-
-    def override_all_reduce(
-      reduce_op: Any, value: Any, options: Any = None
-    ) -> Any:
-      return value if _is_isolated() else all_reduce(reduce_op, value, options)
-
-    extended._use_merge_call = override_use_merge_call
-    extended._replica_ctx_all_reduce = override_all_reduce
+    extended._use_merge_call = lambda: not _is_isolated() and use_merge_call()
+    extended._replica_ctx_all_reduce = lambda reduce_op, value, options=None: (
+      value if _is_isolated() else all_reduce(reduce_op, value, options)
+    )
 
   def remove(self) -> None:
-    """Restores the strategy's own methods."""
     for name in _OVERRIDDEN:
       if name in self._own:
         setattr(self._extended, name, self._own[name])
@@ -143,7 +120,6 @@ class _Overrides:
 
 
 def _is_isolated() -> bool:
-  """Returns whether the caller is an isolated replica."""
   return isinstance(tf.distribute.get_replica_context(), _IsolatedContext)
 
 
@@ -151,7 +127,6 @@ class _ReducedContext(tf.distribute.ReplicaContext):
   """A replica context whose `all_reduce` returns its input."""
 
   def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    """Returns the value."""
     del reduce_op, options
     return value
 
@@ -165,19 +140,22 @@ class _IsolatedContext(_ReducedContext):
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
   ) -> Any:
-    """Calls `merge_fn` immediately, with this replica's values."""
     return merge_fn(_IsolatedStrategy(), *args, **(kwargs or {}))
 
 
-class _OneProgramContext(_ReducedContext):
+class OneProgramContext(_ReducedContext):
   """The context of an isolated replica where all replicas run one program.
 
-  Merge calls receive no values from other replicas.
+  On TPUs, merge calls run immediately, also in `tf.cond`. A variable whose
+  aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
+  the value of replica 0, which may belong to a different group. In this
+  context, each replica's copy receives the value of that replica, which is the
+  same on all members of a group.
   """
 
-  def __init__(self, strategy: tf.distribute.Strategy, outer: Any) -> None:
-    super().__init__(strategy, outer.replica_id_in_sync_group)
-    self._outer = outer
+  def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    self._outer = tf.distribute.get_replica_context()
+    super().__init__(strategy, self._outer.replica_id_in_sync_group)
 
   def merge_call(
     self,
@@ -223,12 +201,10 @@ class _OneProgramStrategy:
     return [value for value, _ in pairs]
 
   def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """Returns the value, which is already on this replica."""
     del destinations
     return tensor
 
   def __getattr__(self, name: str) -> Any:
-    """Returns every other attribute of the strategy."""
     return getattr(self._real, name)
 
   def __eq__(self, other: object) -> bool:
@@ -236,7 +212,6 @@ class _OneProgramStrategy:
     return other is self._real
 
   def __hash__(self) -> int:
-    """Returns the hash of the strategy."""
     return hash(self._real)
 
 
@@ -249,10 +224,8 @@ class _IsolatedStrategy:
     return self
 
   def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-    """Returns the value, which is already on this replica."""
     del destinations
     return tensor
 
   def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-    """Returns the value of this replica, the only one."""
     return (value,)

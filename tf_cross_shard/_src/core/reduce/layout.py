@@ -34,7 +34,6 @@ class Cut:
 
   @property
   def size(self) -> int:
-    """The number of elements."""
     return self.stop - self.start
 
   def of(self, value: Any) -> tf.Tensor:

@@ -127,10 +127,6 @@ class Mirrored(collective_ops.CollectiveEngine):
     return super().all_gather_part(part)
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums tensors.
-
-    In a merge call, half-precision tensors are added in float32.
-    """
     if not self._merges_here():
       return super().all_reduce_narrow(tensors)
     return self._sum(tensors, _add_widened)
@@ -150,10 +146,6 @@ class Mirrored(collective_ops.CollectiveEngine):
         f" tf_cross_shard.local_strategy({len(self._devices)})."
       )
     return super()._caller()
-
-  @property
-  def can_scatter(self) -> bool:
-    return self._prefer_merge or super().can_scatter
 
   @property
   def bucket_bytes(self) -> int | None:
@@ -210,9 +202,11 @@ class Mirrored(collective_ops.CollectiveEngine):
     def combine_groups(
       strategy: tf.distribute.Strategy, *distributed: Any
     ) -> list[list[tf.Tensor]]:
+      copies = list(map(strategy.experimental_local_results, distributed))
+      # All replicas may share one value.
       copies = [
-        _one_per_replica(strategy, value, len(self._devices))
-        for value in distributed
+        values if len(values) > 1 else values * len(self._devices)
+        for values in copies
       ]
       by_group = []
       for members in map(sorted, self.groups):
@@ -232,15 +226,6 @@ class Mirrored(collective_ops.CollectiveEngine):
 
 
 def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:
-  """Returns the sum of tensors; half precision is added in float32."""
   if parts[0].dtype in packing.WIRE_DTYPES:
     parts = [tf.cast(part, tf.float32) for part in parts]
   return tf.add_n(parts)
-
-
-def _one_per_replica(
-  strategy: tf.distribute.Strategy, value: Any, num_replicas: int
-) -> Sequence[tf.Tensor]:
-  """Returns the value of each replica; all replicas may share one value."""
-  values = strategy.experimental_local_results(value)
-  return values if len(values) == num_replicas else values * num_replicas

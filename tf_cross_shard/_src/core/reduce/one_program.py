@@ -113,14 +113,9 @@ class TPU(engine.Engine):
     return None
 
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
-    """A context in which this replica acts as if it were the only one.
-
-    Merge calls of a TPU strategy run immediately, also in `tf.cond`.
-    """
-    return isolation.isolate_in_one_program(self.strategy)
+    return isolation.OneProgramContext(self.strategy)
 
   def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
-    """Sums one tensor over the group."""
     of_strategy = getattr(self.strategy.extended, "cross_replica_sum", None)
     if of_strategy is not None:
       return of_strategy(tensor, assignment)

@@ -78,7 +78,6 @@ class TfKerasAdapter(inner_lib.Inner):
   def compute_gradients(
     self, loss: Any, variables: Sequence[Any], tape: tf.GradientTape
   ) -> list[tuple[Gradient, Any]]:
-    """Calls the override of the user's class with a loss from a tape."""
     compute = getattr(self.innermost, self._gradient_methods[0])
     return list(compute(loss, list(variables), tape=tape))
 
@@ -269,7 +268,6 @@ class _OncePerStep:
     return tf.constant(is_multiplied)
 
   def __add__(self, other: int) -> "_OncePerStep":
-    """Returns this object: it counts by itself."""
     return self
 
 
@@ -284,6 +282,5 @@ def _as_pairs(
 
 
 def adapter(opt: Any) -> TfKerasAdapter:
-  """Returns the wrapped form of a new or a legacy optimizer."""
   legacy = isinstance(inner_lib.innermost(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasAdapter(opt)

@@ -112,7 +112,6 @@ class TfKerasWrapper(
 
   @property
   def _is_legacy(self) -> bool:
-    """Whether the wrapped optimizer is a legacy one."""
     return isinstance(self._inner, adapter.LegacyOptimizer)
 
   def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:

@@ -54,7 +54,6 @@ class Update:
     self.checkpointed: Any = inner.optimizer
 
   def build(self, variables: Sequence[Any]) -> None:
-    """Creates the slots of the user's optimizer, unless they exist."""
     self.inner.build(variables)
 
   def reduce(

@@ -282,7 +282,6 @@ class Tables:
 
 
 def _hide_length(value: Any) -> tf.Tensor:
-  """Returns a tensor whose static shape has an unknown number of rows."""
   tensor = tf.convert_to_tensor(value)
   shape = [None, *tensor.shape[1:]]
   return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=shape)

@@ -191,7 +191,6 @@ class PlainState:
     self.checkpoint_view = self._make_checkpoint_view(template.optimizer)
 
   def index(self, variable: Any) -> int | None:
-    """Returns the index of a variable among the trained variables, or None."""
     return self._indices.get(id(variables_lib.native(variable)))
 
   def slots(self, variable: Any) -> dict[str, Any]:
@@ -205,20 +204,13 @@ class PlainState:
     return slot.read_only() if isinstance(slot, whole_slots.WholeSlot) else slot
 
   def save_own_variables(self, store: Any) -> None:
-    """Saves what the plain optimizer would save."""
     for i, variable in enumerate(self.variables):
       store[str(i)] = variable.numpy()
 
   def load_own_variables(self, store: Any) -> None:
-    """Loads what the plain optimizer saved."""
     self.set_weights([store[str(i)] for i in range(len(store.keys()))])
 
   def set_weights(self, weights: Any) -> None:
-    """Assigns values in the order of `variables`.
-
-    Raises:
-      ValueError: If there are more or fewer values than variables.
-    """
     weights = list(weights)
     if len(weights) != len(self.variables):
       raise ValueError(
@@ -324,7 +316,6 @@ def of_owners(
 
 
 def _new(optimizer: Any) -> Any:
-  """Returns an optimizer with the same settings, not built."""
   config = optimizer.get_config()
   nested = getattr(optimizer, "inner_optimizer", None)
   if nested is None:
@@ -335,7 +326,6 @@ def _new(optimizer: Any) -> Any:
 
 
 def _slots_of_all(optimizer: Any, count: int) -> list[list[tuple[str, Any]]]:
-  """Returns the slots of each of an optimizer's `count` trained variables."""
   return [
     list(inner_lib.slots_at(optimizer, index, count, ()))
     for index in range(count)

@@ -79,7 +79,6 @@ class ShardedUpdate(replicated.Update):
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
   ) -> None:
-    """Creates an update that has no buckets before `build`."""
     super().__init__(inner, wire, tables)
     self._skips_nonfinite = skips_nonfinite
     self._all_variables: list[Any] = []  # In the user's order.
@@ -199,15 +198,14 @@ class ShardedUpdate(replicated.Update):
       # Each member sees only its own parts, but all members of a group must
       # skip the same steps. Adding 0 changes no part. Adding NaN turns every
       # element into NaN.
-      marker = clipping.zero_or_nan(
-        [*parts, *table_sums], self.engine.all_reduce_sum
-      )
+      is_finite = clipping.all_finite([*parts, *table_sums])
+      [bad] = self.engine.all_reduce_sum([tf.cast(~is_finite, tf.float32)])
+      marker = tf.where(bad > 0, float("nan"), 0.0)
       parts = [part + tf.cast(marker, part.dtype) for part in parts]
     return [*self._own_gradients(parts), *table_sums]
 
   @property
   def _may_skip(self) -> bool:
-    """Whether a step may be skipped because of a NaN or an infinity."""
     return self._skips_nonfinite or self.inner.skips_overflows
 
   def apply(
@@ -252,11 +250,7 @@ class ShardedUpdate(replicated.Update):
           weight.assign(value)
 
   def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
-    """Runs a function once on all replicas.
-
-    It uses a `tf.function`, because TensorFlow warns about an eager
-    `strategy.run`.
-    """
+    """Runs a function once on all replicas, in a graph: eagerly, it warns."""
     # Do not use a lambda: TensorFlow would warn about retracing.
     run = functools.partial(self.engine.strategy.run, step)
     tf.function(run, autograph=False)()

@@ -44,7 +44,6 @@ class Span:
 
   @property
   def stop(self) -> int:
-    """The index after the weight's last element."""
     return self.start + int(np.prod(self.shape))
 
 
@@ -86,12 +85,10 @@ class WholeSlot(_Trackable):
     return slot
 
   def numpy(self) -> np.ndarray[Any, Any]:
-    """Returns the value of group 0."""
     first_group = self._groups.members_of(self._groups.assignment[0][0])
     return self._join(self._copies().read(self.parts, first_group))
 
   def read_value(self) -> tf.Tensor:
-    """Returns the value of group 0 as a tensor."""
     return tf.constant(self.numpy())
 
   def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -159,7 +156,6 @@ class WholeSlot(_Trackable):
     return flat.reshape(self._span.shape)
 
   def _copies(self) -> replicas_lib.Copies:
-    """Returns access to every replica's copy of a variable."""
     return replicas_lib.Copies(self.distribute_strategy)
 
   # The two methods by which tf.train.Checkpoint saves and restores a variable.

@@ -72,7 +72,6 @@ class Workers:
 
   @property
   def own_name(self) -> str:
-    """The name of this process' worker."""
     return self.names[self.index]
 
 
@@ -107,7 +106,6 @@ def tasks(cluster: tf.train.ClusterSpec) -> list[Task]:
 
 
 def name(task: Task) -> str:
-  """Returns the name of a task in errors."""
   job, index, address = task
   return f"{job} {index} ({address})"
 
@@ -151,7 +149,13 @@ def compare_workers(
   if workers is None:
     return
   text = "\n".join(
-    [f"step in the program: {topic}", *library_versions(), *lines]
+    [
+      f"step in the program: {topic}",
+      f"tf_cross_shard: {versions.own_version()}",
+      f"tensorflow: {tf.__version__}",
+      f"keras: {versions.keras_version()}",
+      *lines,
+    ]
   )
   # The store keeps every text forever. Send a digest, and the lines themselves
   # only if the digests differ.
@@ -297,17 +301,7 @@ def if_slow(timeout: float) -> str:
   )
 
 
-def library_versions() -> list[str]:
-  """Returns the library versions that workers must share, as settings do."""
-  return setting_lines(
-    tf_cross_shard=versions.own_version(),
-    tensorflow=tf.__version__,
-    keras=versions.keras_version(),
-  )
-
-
 def setting_lines(**values: object) -> list[str]:
-  """Returns settings as lines of the form `name: value`."""
   return [f"{name}: {value}" for name, value in values.items()]
 
 

@@ -128,7 +128,6 @@ def report(index: int, error: Exception) -> None:
 
 
 def tell(index: int, error: Exception) -> None:
-  """Makes workers that wait for this worker's values stop waiting."""
   # If another worker has reported an error before, all workers are ending.
   with contextlib.suppress(tf.errors.OpError):
     context.context().set_config_key_value(
@@ -137,7 +136,6 @@ def tell(index: int, error: Exception) -> None:
 
 
 def abort(error: Exception) -> None:
-  """Makes workers that wait in collectives stop waiting."""
   with contextlib.suppress(tf.errors.OpError):
     context.context().report_error_to_cluster(
       tf.errors.INVALID_ARGUMENT, errors.to_message(error)
