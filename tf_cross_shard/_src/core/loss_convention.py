@@ -101,8 +101,7 @@ class LossConvention:
   def for_loss(self, default: str) -> float:
     """Returns the factor of the loss, and notes that this step scales it.
 
-    Args:
-      default: `"replica"` or `"global"`, for a user who chose neither.
+    `default` is `"replica"` or `"global"`, for a user who chose neither.
     """
     if self.is_trying_alone:
       return 1.0
@@ -204,11 +203,8 @@ class LossConvention:
     """Warns once if a step sums gradients of a loss that was never scaled.
 
     If Keras itself calls `apply`, the loss is assumed to be averaged over the
-    examples of all replicas, as Keras' own losses are.
-
-    Args:
-      through_apply: Whether the step came through Keras' `apply`.
-      is_divided: Whether gradients are divided by a loss scale afterwards.
+    examples of all replicas, as Keras' own losses are. `is_divided` is whether
+    gradients are divided by a loss scale afterwards.
     """
     if is_divided and not self._ever_scaled:
       self._warn(

@@ -23,6 +23,7 @@ from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 if TYPE_CHECKING:
@@ -458,8 +459,11 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
   def _before_saving(self) -> None:
     step = parts.find_step(self)
     if step is not None:
-      weights = self._inner.whole.trainable_variables
-      step.warnings.before_saving([*weights, *self._inner.all_variables])
+      whole = self._inner.whole
+      loss_scale = keras_private.loss_scale(self._inner.optimizer)
+      step.warnings.before_saving(
+        [*whole.trainable_variables, *whole.variables, *loss_scale]
+      )
 
   def _differing(self) -> dict[str, Any]:
     return self._steps.settings.non_default()

@@ -34,19 +34,12 @@ def attach(wrapper: Any, parts: Parts) -> None:
 
 
 def find(optimizer: Any) -> Parts | None:
-  """Returns the parts of a wrapper.
-
-  None for any other object, and for a wrapper whose Keras constructor is
-  running.
-  """
+  """Returns a wrapper's parts; None for others, and during its creation."""
   return getattr(optimizer, "__dict__", {}).get(_ATTRIBUTE)
 
 
 def find_step(optimizer: Any) -> "step_lib.Step | None":
-  """Returns the steps of a CrossShardOptimizer.
-
-  None for any other object, and while the optimizer is being created.
-  """
+  """Returns a CrossShardOptimizer's steps; None where `find` returns None."""
   parts = find(optimizer)
   return None if parts is None else parts.step
 

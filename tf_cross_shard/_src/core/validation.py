@@ -32,11 +32,9 @@ def is_number(value: Any) -> bool:
 
 
 def check_integer(name: str, value: Any, remedy: str, least: int = 1) -> int:
-  """Returns the integer that an argument has.
+  """Returns an argument's value, or raises `ValueError` if it is no integer.
 
-  Raises:
-    ValueError: If the value is no Python or NumPy integer of at least `least`.
-      `remedy` ends the message.
+  It must be at least `least`. `remedy` ends the message.
   """
   is_integer = isinstance(value, numbers.Integral)
   if not is_integer or isinstance(value, bool) or value < least:
@@ -107,14 +105,9 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def check_var_list(var_list: Any) -> list[Any] | None:
-  """Checks that `var_list` holds trainable variables.
+  """Returns `var_list` as a list of trainable variables; None for None.
 
-  Args:
-    var_list: A variable, an iterable of variables, or a function that returns
-      one of these; or None.
-
-  Returns:
-    The variables as a list, or None for None.
+  It may also be one variable, or a function that returns variables.
   """
   if callable(var_list) and not is_variable(var_list):
     var_list = var_list()

@@ -39,8 +39,7 @@ def distributed(variable: Any) -> Any:
   """Returns the variable that holds the copies of all replicas.
 
   Graphs and tapes may report the copy of one replica, but optimizers know the
-  variable that holds all copies. A variable without copies is returned
-  unchanged.
+  whole. A variable without copies is returned unchanged.
   """
   return tf.distribute.get_strategy().extended.value_container(native(variable))
 

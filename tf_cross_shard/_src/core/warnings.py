@@ -121,12 +121,7 @@ class GroupWarnings:
       setattr(variable, _TRAINED_BY, groups)
 
   def end_fit(self, has_sharded_averages: bool) -> None:
-    """Warns if groups were overwritten, or if Keras evaluates wrong weights.
-
-    Args:
-      has_sharded_averages: Whether each member keeps one part of the moving
-        averages.
-    """
+    """Warns if groups were overwritten, or if Keras evaluates wrong weights."""
     self.check()
     is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
     if not self.is_evaluated_by_group and not is_alike:

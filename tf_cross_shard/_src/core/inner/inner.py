@@ -118,14 +118,9 @@ class Inner(abc.ABC):
     """The attribute whose slots start as copies of the weights, or ""."""
 
   def fuse(self, wanted: bool | None) -> None:
-    """Sets whether kernels or XLA do the optimizer's steps.
+    """Sets whether kernels or XLA do the steps; None: where they are faster.
 
-    Args:
-      wanted: True, False, or None to use them wherever they are faster.
-
-    Raises:
-      ValueError: If `wanted` is True but neither kernels nor XLA can do the
-        steps.
+    Raises `ValueError` for True if neither can do them.
     """
     optimizer = self.innermost
     has_kernel = fused.find_kernel(optimizer) is not None
@@ -177,12 +172,6 @@ class Inner(abc.ABC):
   def variables(self) -> list[Any]:
     """The variables that the optimizer itself lists."""
     return keras_private.listed(self.optimizer)
-
-  @property
-  def all_variables(self) -> list[Any]:
-    """The variables with whole slots, and the loss scale of tf_keras."""
-    loss_scale = keras_private.loss_scale(self.optimizer)
-    return [*self.whole.variables, *loss_scale]
 
   def knows(self, variable: Any) -> bool:
     return self.whole.index(variable) is not None
@@ -290,37 +279,27 @@ class Inner(abc.ABC):
     """Returns a context without weight decay for `variables`."""
     hidden = set(map(self.index, variables))
     decay = getattr(self.innermost, keras_private.DECAY)
-
-    def decay_others(seen: Sequence[Any]) -> None:
-      decay([v for v in seen if self.index(v) not in hidden])
-
-    return overriding.overriding(
-      self.innermost, **{keras_private.DECAY: decay_others}
-    )
+    decay_others = {
+      keras_private.DECAY: lambda seen: decay(
+        [v for v in seen if self.index(v) not in hidden]
+      )
+    }
+    return overriding.overriding(self.innermost, **decay_others)
 
   def clipping_rows(
     self, sums_rows: bool
   ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context that clips by the optimizer's limits, not by its code.
 
-    Keras would clip whole tables. `sums_rows` is whether rows of the same index
-    have been added up.
+    Keras would clip whole tables, and cannot clip gradients of several dtypes
+    by one norm. `sums_rows` is whether rows of the same index are added up.
     """
-
-    def clip(grads: Sequence[Gradient]) -> list[Gradient]:
-      limits = clipping.limits_of(self.innermost)
-      return clipping.clip(grads, **limits, sums_rows=sums_rows)
-
-    return overriding.overriding(self.innermost, **{keras_private.CLIP: clip})
-
-  def clipping_across_dtypes(self) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that clips gradients of several dtypes by one norm.
-
-    Keras cannot do this.
-    """
-    if getattr(self.innermost, "global_clipnorm", None):
-      return self.clipping_rows(sums_rows=False)
-    return contextlib.nullcontext()
+    clip = {
+      keras_private.CLIP: lambda grads: clipping.clip(
+        grads, **clipping.limits_of(self.innermost), sums_rows=sums_rows
+      )
+    }
+    return overriding.overriding(self.innermost, **clip)
 
   @property
   def clips_to_dense(self) -> bool:
@@ -345,15 +324,8 @@ class Inner(abc.ABC):
 
     If a LossScaleOptimizer wraps the CrossShardOptimizer, it receives the sums
     first. If they are finite, it calls the CrossShardOptimizer, which calls
-    this method again to apply them.
-
-    Args:
-      grads: The sums.
-      variables: The variables of the sums.
-      through_apply: Whether the caller used Keras 3's `apply`, which does not
-        run what the user's class overrides in `apply_gradients`.
-      row_step: The update for row-sparse gradients; None for Keras' own.
-      **options: More arguments of tf_keras' `apply_gradients`.
+    this method again to apply them. `options` are more arguments of tf_keras'
+    `apply_gradients`.
     """
     if self.outer_scaler is not None and not self.is_called_by_loss_scaler:
       self._thread.is_called_by_loss_scaler = True
@@ -416,7 +388,7 @@ def slots_at(
 
   Args:
     optimizer: The optimizer that keeps the slots, built.
-    index: The place of the variable among the trained variables.
+    index: The place of the variable among the `count` trained variables.
     count: The number of trained variables.
     keys: Keys that may identify the variable, besides `index`.
 

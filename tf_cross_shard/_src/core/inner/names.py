@@ -112,19 +112,12 @@ def rate_variables(optimizer: Any) -> list[Any]:
 
 
 def windows(optimizer: Any) -> list[Any]:
-  """Returns the state of unfinished accumulation windows.
-
-  These variables are 0 at the start of a window, and may differ between the
-  members of a group.
-  """
+  """Returns the state of unfinished windows, which members do not share."""
   return [v for step in steps_of(optimizer) for v in step.window_state]
 
 
 def _rate_variables(optimizer: Any) -> list[Any]:
-  """Returns the variables of an optimizer's learning rate.
-
-  The schedule `PerGroup` may also hold a variable.
-  """
+  """Returns an optimizer's learning rate, and the factors of a `PerGroup`."""
   rates = keras_private.rates_and_schedules(optimizer)
   factors = [getattr(rate, "rate_factor", None) for rate in rates]
   return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]

@@ -221,13 +221,12 @@ class Function:
 
 
 def convert(opt: Any, keras_package: str, classes: Any) -> Any:
-  """Returns a Keras optimizer that computes what `opt` computed.
+  """Returns a Keras optimizer that computes what TensorFlow 1's `opt` computed.
 
   Args:
     opt: A TensorFlow 1 optimizer.
     keras_package: "keras" or "tf_keras".
-    classes: The module that contains the classes of this Keras with the updates
-      of TensorFlow 1.
+    classes: This Keras' module `v1_optimizers`.
 
   Raises:
     TypeError: If no optimizer of Keras equals `opt`.

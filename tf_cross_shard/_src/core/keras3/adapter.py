@@ -53,9 +53,7 @@ class Keras3Adapter(inner_lib.Inner):
     of a schedule, and in float64 by `rms_rate`.
     """
     opt = self.innermost
-    # Older versions of Keras lack Muon.
-    muon: Any = getattr(keras.optimizers, "Muon", ())
-    if not isinstance(opt, muon):
+    if not isinstance(opt, keras.optimizers.Muon):
       return
     schedules = keras.optimizers.schedules.LearningRateSchedule
     is_scheduled = isinstance(opt._learning_rate, schedules)
@@ -139,8 +137,7 @@ class Keras3Adapter(inner_lib.Inner):
   def scale_loss(self, loss: Any) -> Any:
     if self.outer_scaler is None:
       return self.optimizer.scale_loss(loss)
-    # The method of the class: `wrapper.outer_loss_scaling` has replaced the
-    # method of the instance.
+    # The method of the class: the wrapper has replaced the instance's method.
     return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
 
   def scale_limit(self, limit: float) -> Any:

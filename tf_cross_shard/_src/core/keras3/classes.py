@@ -1,4 +1,4 @@
-"""The optimizer, the schedule and the layers for Keras 3.
+"""The optimizer and the schedule for Keras 3.
 
 If `tf.keras` is Keras 3, `tf_cross_shard.CrossShardOptimizer` is the class in
 this module. If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1), import the

@@ -17,40 +17,16 @@ sums are finite, the LossScaleOptimizer calls our optimizer for the update.
 """
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
-
-from tf_cross_shard._src.core.inner import inner as inner_lib
-
-
-def install_outer_loss_scaler(
-  inner: inner_lib.Inner,
-  outer_scaler: Any,
-  methods: Mapping[str, Callable[..., Any]],
-) -> None:
-  """Makes our optimizer reduce gradients before the loss scaler checks them.
-
-  `outer_scaler` is the LossScaleOptimizer, which was just created around our
-  optimizer. Our `methods` replace its methods of the same names.
-  """
-  # An earlier LossScaleOptimizer is not used any more.
-  inner.outer_scaler = None
-  # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
-  if not inner.skips_overflows:
-    inner.outer_scaler = outer_scaler
-  vars(outer_scaler).update(methods)
 
 
 def find_caller(optimizer: Any, kind: type[Any]) -> Any:
   """Returns the LossScaleOptimizer that is being created around `optimizer`.
 
   The constructor of a LossScaleOptimizer sets an attribute on the optimizer
-  that it wraps. Call this function from the `__setattr__` of
-  `optimizer`: only the calling frame, two above this one, knows the
-  LossScaleOptimizer.
-
-  Returns:
-    The LossScaleOptimizer; None if something else is setting the attribute.
+  that it wraps. Call this function from the `__setattr__` of `optimizer`: only
+  the calling frame, two above this one, knows the LossScaleOptimizer. If
+  something else is setting the attribute, the result is None.
   """
   frame = sys._getframe(2)  # noqa: SLF001
   caller = frame.f_locals.get("self")

@@ -83,11 +83,8 @@ class SavedState(Wrapping):
   # tf.train.Checkpoint sees the wrapped optimizer instead of the wrapper.
 
   def _checkpointed(self) -> Any:
-    """Returns the object whose children a checkpoint saves.
-
-    While Keras' constructor runs, it is the wrapper itself.
-    """
     own = parts.find(self)
+    # While Keras' constructor runs, checkpoints see the wrapper itself.
     return super() if own is None else own.inner.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:

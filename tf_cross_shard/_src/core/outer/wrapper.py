@@ -21,12 +21,7 @@ from tf_cross_shard._src.core import parts, validation
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.inner import v1
-from tf_cross_shard._src.core.outer import (
-  compiled_losses,
-  loss_scaler,
-  saving,
-  v1_methods,
-)
+from tf_cross_shard._src.core.outer import compiled_losses, saving, v1_methods
 
 # Names that `dir` does not list. Keras saves each optimizer that it finds under
 # a listed name, and tf.train.Checkpoint saves the slots of an object that lists
@@ -137,8 +132,16 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
     )
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
-    """Reduces gradients before a LossScaleOptimizer around this optimizer."""
-    loss_scaler.install_outer_loss_scaler(self._inner, outer_scaler, methods)
+    """Reduces gradients before a new LossScaleOptimizer around this optimizer.
+
+    `loss_scaler` says why. Our `methods` replace its methods of these names.
+    """
+    # An earlier LossScaleOptimizer is not used any more.
+    self._inner.outer_scaler = None
+    # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
+    if not self._inner.skips_overflows:
+      self._inner.outer_scaler = outer_scaler
+    vars(outer_scaler).update(methods)
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the wrapped optimizer."""

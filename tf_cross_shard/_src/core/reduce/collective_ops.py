@@ -380,12 +380,8 @@ def of_strategy(
 ) -> CollectiveOps:
   """Returns a strategy's `CollectiveOps`, which the first call creates.
 
-  Args:
-    strategy: The strategy.
-    identity: As in `CollectiveOps`.
-    chains: As in `CollectiveOps`.
-    is_serial: As in `CollectiveOps`.
-    asked: The implementation that the user chose for the strategy, or `AUTO`.
+  `asked` is the implementation that the user chose for the strategy, or `AUTO`.
+  The other arguments are those of `CollectiveOps`.
   """
   if strategy not in _of_strategy:
     hint = hint_for(
@@ -416,11 +412,8 @@ def hint_for(
   >>> hint_for(["/GPU:0", "/GPU:1"], physical=1, logical=2)
   'ring'
 
-  Args:
-    devices: The devices of the replicas in this process.
-    physical: The number of physical GPUs.
-    logical: The number of logical GPUs into which TensorFlow splits them.
-    asked: The implementation that the user chose for the strategy, or `AUTO`.
+  `devices` are those of the replicas in this process; `asked` is what the user
+  chose for the strategy, or `AUTO`.
   """
   if asked != AUTO:
     return asked

@@ -35,8 +35,7 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The groups within which all methods sum and gather.
-    is_spmd: Whether all replicas run the same program (SPMD), as on
-      TPUs.
+    is_spmd: Whether all replicas run the same program (SPMD), as on TPUs.
     is_compiled: Whether XLA compiles every program of the strategy.
     supports_sparse: Whether row-sparse gradients can be summed without
       becoming dense.
@@ -170,8 +169,7 @@ class Engine(abc.ABC):
   def position(self) -> Any:
     """Returns this replica's place among the sorted members of its group.
 
-    Returns:
-      An int, or a scalar tensor where all replicas run one program.
+    It is an int, or a scalar tensor where all replicas run one program.
     """
     groups = self.groups
     replica = isolation.replica_id()
@@ -224,17 +222,10 @@ class Engine(abc.ABC):
     grads: Sequence[Gradient],
     lines: Callable[[], Sequence[str]],
   ) -> None:
-    """Raises an error unless all processes do the same.
+    """Raises an error, which names the topic, unless all processes do the same.
 
-    Does nothing in a single process. Calls with the same topic, variables and
-    dtypes of gradients are compared once.
-
-    Args:
-      topic: What is compared, for error messages.
-      variables: The variables, which must be the same in all processes.
-      grads: The gradients, which must have the same dtypes.
-      lines: Returns what else must be equal, as lines of the form
-        `name: value`.
+    The variables, the dtypes of the gradients and the `lines` must be equal.
+    Calls with the same topic, variables and dtypes are compared once.
     """
     del topic, variables, grads, lines
 

@@ -50,12 +50,10 @@ def replica_id() -> int | None:
 
 
 def current_replica() -> Any:
-  """Returns this replica's number.
+  """Returns this replica's number: an int, or a tensor in one program.
 
-  Returns:
-    An int; a scalar tensor where all replicas run one program; None outside
-    replicas. In a merge call of an isolated replica (Keras makes one for weight
-    decay), the result is still the number of that replica.
+  Outside replicas, it returns None. In a merge call of an isolated replica
+  (Keras makes one for weight decay), it still returns the replica's number.
   """
   context = tf.distribute.get_replica_context()
   if context is None:

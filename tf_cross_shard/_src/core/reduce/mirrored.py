@@ -164,11 +164,7 @@ class Mirrored(collective_ops.CollectiveEngine):
     tensors: Sequence[tf.Tensor],
     add_up: Callable[[list[tf.Tensor]], tf.Tensor],
   ) -> list[tf.Tensor]:
-    """Sums in a merge call, in packed buffers.
-
-    Each buffer joins tensors that have the same shape except for the first
-    dimension, so that no tensor has to be reshaped.
-    """
+    """Sums in a merge call, in packed buffers that need no reshaping."""
     buffers, unpack = packing.pack(tensors, _MERGE_BUCKET_BYTES, by_width=True)
     return unpack(self._merge_each(buffers, add_up))
 

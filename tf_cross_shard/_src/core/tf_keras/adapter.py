@@ -135,8 +135,7 @@ class TfKerasAdapter(inner_lib.Inner):
     scaler = self._scaler
     if scaler is None:
       return loss
-    # The method of the class: `wrapper.outer_loss_scaling` may have replaced
-    # the method of the instance.
+    # The method of the class: the wrapper may have replaced the instance's.
     return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
 
   def wire_scale(self) -> Any:
@@ -164,19 +163,19 @@ class TfKerasAdapter(inner_lib.Inner):
     would turn these overrides off.
     """
     del through_apply  # tf_keras has no `apply`.
-    with self._counting_products():
-      self.optimizer.apply_gradients(_as_pairs(grads, variables), **options)
-
-  def _counting_products(self) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which Nadam multiplies its product once."""
-    opt = self.innermost
+    pairs = [
+      (row_sparse.cast(grad, variable), variable)
+      for grad, variable in zip(grads, variables, strict=True)
+    ]
+    opt, counter = self.innermost, {}
     # Without isolation, replicas are threads that share one update of all
-    # copies, so only the first thread replaces the counter.
+    # copies, so only the first thread replaces Nadam's counter.
     if isinstance(opt, tf_keras.optimizers.Nadam) and not isinstance(
       opt._u_product_counter, _OncePerStep
     ):
-      return overriding.overriding(opt, _u_product_counter=_OncePerStep())
-    return contextlib.nullcontext()
+      counter["_u_product_counter"] = _OncePerStep()
+    with overriding.overriding(opt, **counter):
+      self.optimizer.apply_gradients(pairs, **options)
 
   def _apply_around(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
@@ -269,16 +268,6 @@ class _OncePerStep:
 
   def __add__(self, other: int) -> "_OncePerStep":
     return self
-
-
-def _as_pairs(
-  grads: Sequence[Gradient], variables: Sequence[Any]
-) -> list[tuple[Gradient, Any]]:
-  """Returns pairs, with each gradient in the dtype of its variable."""
-  return [
-    (row_sparse.cast(grad, variable), variable)
-    for grad, variable in zip(grads, variables, strict=True)
-  ]
 
 
 def adapter(opt: Any) -> TfKerasAdapter:

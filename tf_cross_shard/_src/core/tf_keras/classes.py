@@ -1,4 +1,4 @@
-"""The optimizer, the schedule and the layers for tf_keras (Keras 2).
+"""The optimizer and the schedule for tf_keras (Keras 2).
 
 If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1),
 `tf_cross_shard.CrossShardOptimizer` is the class in this module. In a program
@@ -151,16 +151,6 @@ class PerGroup(
   """A schedule with a learning rate, or another schedule, for each group."""
 
   _package = "tf_keras"
-  _was_called = False
-
-  def _is_called_by_constructor(self) -> bool:
-    """Returns whether this is the first call.
-
-    tf_keras calls the schedule in the constructor of the optimizer, before the
-    optimizer is wrapped. That is the first call.
-    """
-    is_first, self._was_called = not self._was_called, True
-    return is_first
 
 
 # A LossScaleOptimizer in an HDF5 file or a SavedModel looks for this name.

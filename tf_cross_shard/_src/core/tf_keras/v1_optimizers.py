@@ -33,12 +33,7 @@ class _Update(v1.V1Update):
 
   def _deduplicate_sparse_grad(self, grads: Any) -> list[Any]:
     """Keeps merged rows: merging them a second time would fail under XLA."""
-    return [
-      row_sparse.merge_duplicates(grad)
-      if isinstance(grad, tf.IndexedSlices)
-      else grad
-      for grad in grads
-    ]
+    return list(map(row_sparse.merge_duplicates, grads))
 
   def _internal_apply_gradients(self, *args: Any) -> Any:
     done = super()._internal_apply_gradients(*args)  # type: ignore[misc]

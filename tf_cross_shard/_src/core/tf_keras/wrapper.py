@@ -150,8 +150,7 @@ class TfKerasWrapper(
   def _methods_of_outer_scaler(self) -> dict[str, Callable[..., Any]]:
     """Returns replacements for methods of a LossScaleOptimizer around `self`.
 
-    In tf_keras the user multiplies the loss by the loss scale, and divides the
-    gradients by the loss scale. So our optimizer gets gradients without it.
+    As in tf_keras, our optimizer gets gradients without the loss scale.
     """
     return {
       "get_scaled_loss": self._scaled_loss,

@@ -119,6 +119,3 @@ class ByVariableUpdate(sharded.ShardedUpdate):
         strict=True,
       )
     ]
-
-  def _own_values(self, bucket: sharded.WeightBucket) -> tf.Tensor:
-    return self.engine.cut_part(bucket.natives, bucket.layout)

@@ -130,9 +130,6 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(parts)
 
-  def _own_values(self, bucket: sharded.WeightBucket) -> tf.Tensor:
-    return tf.convert_to_tensor(variables_lib.native(bucket.shard))
-
   def gather_weights(self, sums: Sequence[Gradient]) -> None:
     """Gives each replica the whole weights, and applies their constraints.
 
@@ -179,14 +176,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       self._run_on_all_replicas(start)
 
   def _locations_in_shards(self) -> list[tuple[int, int | None]]:
-    """Returns where the wrapped optimizer holds each of the weights.
-
-    Returns:
-      For each weight, the index of its shard or table among the variables that
-      the optimizer is built on, and the position of the weight's first element
-      within the joined shards of all members. The position is None for a table,
-      which is whole.
-    """
+    """Returns where `opt` holds each weight, as `of_shards` expects it."""
     places: dict[int, tuple[int, int | None]] = {
       id(table): (len(self.buckets) + i, None)
       for i, table in enumerate(self.unsharded_tables)

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.reduce import wire as wire_lib
@@ -84,17 +85,16 @@ class Update:
   ) -> None:
     """Lets the user's optimizer update the weights, or this member's part.
 
-    Args:
-      sums: What `reduce` or `cut` returned.
-      variables: The weights.
-      through_apply: Whether to call Keras 3's `apply`.
+    `sums` are what `reduce` or `cut` returned. `through_apply` is whether the
+    caller used Keras 3's `apply`, which does not run what the user's class
+    overrides in `apply_gradients`.
     """
     with contextlib.ExitStack() as rare:
       if self.tables.is_lazy:
         self.tables.warn_if_slow(sums, variables)
-      if inner_lib.has_several_dtypes(sums):
-        # Keras cannot clip gradients of different dtypes by one norm.
-        rare.enter_context(self.inner.clipping_across_dtypes())
+      limits = clipping.limits_of(self.inner.innermost)
+      if limits["global_clipnorm"] and inner_lib.has_several_dtypes(sums):
+        rare.enter_context(self.inner.clipping_rows(sums_rows=False))
       if any(isinstance(total, tf.IndexedSlices) for total in sums):
         sums = rare.enter_context(self.tables.in_force(sums, variables))
       self.inner.apply(sums, variables, through_apply, self.tables.row_step)

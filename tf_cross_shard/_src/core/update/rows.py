@@ -172,11 +172,7 @@ class Tables:
     return self._inner.clips_to_dense and not is_clipped_here
 
   def add(self, var_list: Sequence[Any], var_names: Sequence[str]) -> None:
-    """Declares variables as tables, and those whose path contains a name.
-
-    Raises:
-      ValueError: If the optimizer updates all rows.
-    """
+    """Declares variables as tables, and those whose path contains a name."""
     if not self._has_rows:
       raise ValueError(
         "`update_by_rows` was called, but `opt` updates all rows in each step."
@@ -188,9 +184,8 @@ class Tables:
   def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
     """Returns the dense gradient of a variable that is not a table.
 
-    Raises:
-      ValueError: If `lazy_rows` is set and the gradient is row-sparse: a dense
-        gradient would update rows that are not in the batch.
+    With `lazy_rows`, a row-sparse gradient is a `ValueError`: a dense one would
+    update rows that are not in the batch.
     """
     is_sparse = isinstance(grad, tf.IndexedSlices)
     if self.is_lazy and is_sparse and self.is_by_rows:
@@ -249,11 +244,8 @@ class Tables:
   ) -> None:
     """Runs the optimizer's own `update_step` on the rows in the batch.
 
-    Args:
-      update_step: Keras' method.
-      grad: The group's sum of the gradients of a table W: rows g.
-      variable: The table W.
-      *rate: The learning rate, if Keras passes it to `update_step`.
+    `variable` is the table W, `grad` has the rows g, and `rate` is the learning
+    rate, if Keras passes it to `update_step`.
     """
     optimizer = self._inner.innermost
     if not self.is_by_rows:

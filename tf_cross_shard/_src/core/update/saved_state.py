@@ -46,13 +46,10 @@ class CheckpointView(_Trackable):
   """
 
   def __init__(self, children: dict[str, Any], optimizer: Any = None) -> None:
-    """Creates a view.
+    """Creates a view of the `children` that are already known.
 
-    Args:
-      children: The children that are already known.
-      optimizer: An optimizer whose unsharded children (iteration count,
-        learning rate, loss scale) the view also contains; None for no other
-        children.
+    It also contains the unsharded children (iteration count, learning rate,
+    loss scale) of `optimizer`, if this is given.
     """
     self._maybe_initialize_trackable()
     self.children = children
@@ -136,7 +133,7 @@ FindSlot = Callable[[int, str, Any], tuple[Any, Any]]
 class PlainState:
   """Sharded state, presented in the form that it would have without sharding.
 
-  This class has the members of `inner_lib.state.State` that savers need.
+  This class has the members of `inner_lib.Inner` that savers need.
 
   Attributes:
     variables: The variables of the plain optimizer, in its order: whole slots,
@@ -285,11 +282,8 @@ def of_owners(
   """Returns the state of an optimizer whose weights each have an owner.
 
   `owners` has, for each weight, the owner's position among the members of a
-  group; None if all members update the weight.
-
-  Raises:
-    ValueError: If a variable of the optimizer cannot be matched to exactly one
-      weight, so its owner is not known.
+  group; None if all members update the weight. Raises `ValueError` if the owner
+  of a slot is not known.
   """
   slots = [list(inner.slots(weight).items()) for weight in weights]
   known = {id(slot) for of_weight in slots for _, slot in of_weight}

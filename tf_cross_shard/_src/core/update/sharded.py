@@ -7,10 +7,9 @@ With g the gradients of all weights W, and i a member of the group:
     W    = gather(W[i])             all members receive all of the weights
 
 This module contains the common code of two kinds of sharded updates.
-`elementwise_update` cuts the elements of all weights into equal parts
-(`shard_update="elementwise"`). `by_variable_update` assigns each weight to one
-member, its owner (`shard_update="by_variable"`). Embedding tables that are
-updated by rows are not sharded: all members update the rows in the batch.
+`elementwise` cuts the elements of all weights into equal parts. `by_variable`
+assigns each weight to one member, its owner. Embedding tables that are updated
+by rows are not sharded: all members update the rows in the batch.
 
 Weights are reduced and gathered in *buckets*: one collective operation sends
 several weights of one dtype, flattened and concatenated.
@@ -114,10 +113,7 @@ class ShardedUpdate(replicated.Update):
     """Returns a key that all weights of one bucket have in common."""
 
   def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
-    """Splits weights with one key into buckets.
-
-    This class makes a single bucket.
-    """
+    """Splits weights with one key into buckets; here, into a single one."""
     return [variables]
 
   @abc.abstractmethod
@@ -143,10 +139,6 @@ class ShardedUpdate(replicated.Update):
   def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the gradients of `_own_variables`, given one part per bucket."""
 
-  @abc.abstractmethod
-  def _own_values(self, bucket: WeightBucket) -> tf.Tensor:
-    """Returns the part of a bucket's weights that this member has updated."""
-
   def reduce(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
@@ -168,11 +160,7 @@ class ShardedUpdate(replicated.Update):
   def cut(
     self, sums: Sequence[Gradient], variables: Sequence[Any]
   ) -> list[Gradient]:
-    """Cuts this member's parts out of sums that all members have.
-
-    Before, it clips by the limits of the user's optimizer that need norms of
-    whole gradients.
-    """
+    # Clip by the user's limits that need norms of whole gradients.
     sums = clipping.clip(sums, **self._norm_limits())
     table_sums, by_bucket = self._sort_gradients(sums, variables)
     parts = [
@@ -242,8 +230,10 @@ class ShardedUpdate(replicated.Update):
     """Sets W = gather(W[i]) on all members."""
     for bucket in self.buckets:
       with self.engine.isolate():
-        part = tf.identity(self._own_values(bucket))
-      # W = gather(W[i])
+        if bucket.shard is None:
+          part = self.engine.cut_part(bucket.natives, bucket.layout)
+        else:
+          part = tf.identity(variables_lib.native(bucket.shard))
       values = self.engine.gather_parts(part, bucket.layout, bucket.natives)
       with self.engine.isolate():
         for weight, value in zip(bucket.natives, values, strict=True):
@@ -251,21 +241,16 @@ class ShardedUpdate(replicated.Update):
 
   def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
     """Runs a function once on all replicas, in a graph: eagerly, it warns."""
-    # Do not use a lambda: TensorFlow would warn about retracing.
+    # Not a lambda, for which TensorFlow would warn about retracing.
     run = functools.partial(self.engine.strategy.run, step)
     tf.function(run, autograph=False)()
 
   def _sort_gradients(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> tuple[list[Gradient], list[list[tf.Tensor]]]:
-    """Sorts gradients by table and by bucket.
+    """Returns the tables' gradients, and each bucket's flat, dense gradients.
 
-    Returns:
-      The gradients of the unsharded tables, and for each bucket the flat, dense
-      gradients of its weights.
-
-    Raises:
-      ValueError: If a variable has no gradient, or two gradients.
+    Raises `ValueError` if a variable has no gradient, or two gradients.
     """
     by_variable = {
       id(variables_lib.native(variable)): grad
@@ -302,13 +287,9 @@ class ShardedUpdate(replicated.Update):
 
 
 def choose_kind(optimizer: Any, shard_update: Any) -> str:
-  """Returns how to divide the update: `"elementwise"` or `"by_variable"`.
+  """Returns `"elementwise"` or `"by_variable"`; for True, as the class needs.
 
-  This is the value of `shard_update`, or if it is True, the kind that fits the
-  optimizer's class.
-
-  Raises:
-    ValueError: If the optimizer cannot be sharded in this way.
+  Raises `ValueError` if the optimizer cannot be sharded in this way.
   """
   class_name = type(optimizer).__name__
   fused.check_is_one(optimizer, "shard_update", shard_update)
@@ -332,11 +313,8 @@ def choose_kind(optimizer: Any, shard_update: Any) -> str:
         " element."
       )
     kind = "elementwise" if is_elementwise else "by_variable"
-  remedies = {
-    "gradient_accumulation_steps": (
-      "Use `accumulate_steps` of the CrossShardOptimizer."
-    ),
-  }
+  remedy = "Use `accumulate_steps` of the CrossShardOptimizer."
+  remedies = {"gradient_accumulation_steps": remedy}
   # A user's class may do anything before it clips. This package can clip
   # in place of Keras' own classes only.
   if not is_elementwise and kind == "elementwise":

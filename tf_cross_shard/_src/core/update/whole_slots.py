@@ -97,13 +97,9 @@ class WholeSlot(_Trackable):
     return self.numpy().astype(dtype or self.dtype.as_numpy_dtype)
 
   def assign(self, value: Any) -> None:
-    """Gives all groups the same value.
-
-    Raises:
-      TypeError: If `get_slot` returned this slot. A user's loop that
-        assigns to slots on each replica would write the parts of all replicas.
-      ValueError: If the value has a different shape.
-    """
+    """Gives all groups the same value."""
+    # A user's loop that assigns to slots on each replica would write the parts
+    # of all replicas, so what `get_slot` returned cannot be assigned.
     if self._is_read_only:
       raise TypeError(
         f"The slot {self.path} is read-only under `shard_update`, because each"
@@ -119,10 +115,7 @@ class WholeSlot(_Trackable):
     self.set_copies([value] * len(self._copies().engine.replicas_here))
 
   def whole_copies(self) -> list[np.ndarray[Any, Any]]:
-    """Returns the whole value for each replica of this process.
-
-    The value of a replica is the value of its group.
-    """
+    """Returns, for each replica of this process, the value of its group."""
     copies = self._copies()
     parts = copies.read(self.parts, range(self._groups.num_replicas))
     return [

@@ -139,12 +139,8 @@ def compare_workers(
 ) -> None:
   """Raises the same error on all workers unless all have the same lines.
 
-  All workers must make the same calls in the same order.
-
-  Args:
-    workers: The workers; None if there is only one.
-    topic: A description of the call, for error messages.
-    lines: Text that has to be the same on all workers.
+  All workers must make the same calls in the same order. Errors name the
+  `topic`.
   """
   if workers is None:
     return
@@ -189,18 +185,10 @@ def compare_workers(
 def exchange(
   workers: Workers, topic: str, text: str, extra_timeout: float = 0.0
 ) -> list[str]:
-  """Sends a text to all workers, and returns the texts of all workers.
+  """Sends a text to all workers, and returns the texts in the workers' order.
 
-  All workers must make the same calls in the same order.
-
-  Args:
-    workers: The workers.
-    topic: A description of the call, for error messages.
-    text: The text of this worker.
-    extra_timeout: How many seconds to wait beyond the workers' timeout.
-
-  Returns:
-    The texts in the order of the workers.
+  All workers must make the same calls in the same order. Errors name the
+  `topic`. It waits for `extra_timeout` seconds beyond the workers' timeout.
 
   Raises:
     MissingWorkerError: If a worker does not send its text in time.

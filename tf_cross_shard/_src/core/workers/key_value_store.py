@@ -55,20 +55,16 @@ def wait(
   sender: int | None = None,
   reporters: Iterable[int] = (),
 ) -> str | None:
-  """Waits for the value of a key.
+  """Waits for the value of a key; None if it does not come in time.
 
   Args:
     key: The key.
     deadline: The time, by `time.monotonic`, until which to wait.
     sender: The number of the worker that writes the value; None if unknown.
-    reporters: The numbers of the workers whose reported errors end the wait.
-
-  Returns:
-    The value, or None if it does not come before the deadline.
+    reporters: The numbers of workers. If one of them reported an error, this
+      function raises it.
 
   Raises:
-    DisagreementError, MissingWorkerError: If one of `reporters` reported this
-      error.
     WorkerLostError: If TensorFlow has not heard from the sender for ten
       seconds.
   """
@@ -114,14 +110,10 @@ def _loss(sender: int) -> Exception | None:
 
 
 def report(index: int, error: Exception) -> None:
-  """Tells all workers why this worker ends.
+  """Tells all workers why this worker, with this index, ends.
 
   All workers then stop waiting, both for values of the store and in
   collectives.
-
-  Args:
-    index: The number of this worker.
-    error: The reason.
   """
   tell(index, error)
   abort(error)
