@@ -128,12 +128,7 @@ class Window:
 def make(
   steps: int | None, inner: inner_lib.Inner, engine: engine_lib.Engine
 ) -> Window | None:
-  """Returns the window of `accumulate_steps`; None if every call is a step.
-
-  Raises:
-    ValueError: If the CrossShardOptimizer and the wrapped optimizer both
-      accumulate gradients.
-  """
+  """Returns the window of `accumulate_steps`; None if every call is a step."""
   if steps is not None and inner.accumulates:
     raise ValueError(
       f"`accumulate_steps` is {steps}, but `opt` already accumulates gradients"

@@ -136,9 +136,8 @@ class Checks:
   def check_strategy_of(self, variables: Sequence[Any]) -> None:
     """Raises an error for variables of a strategy other than the optimizer's.
 
-    Raises:
-      RuntimeError: If the model or the optimizer was created, or `compile` was
-        called, outside the strategy's scope.
+    Then the model or the optimizer was created, or `compile` was called,
+    outside the strategy's scope.
     """
     made_in = self._engine.strategy
     for variable in variables:
@@ -200,24 +199,18 @@ class Checks:
     is_one_of_many = reduce.is_tpu(strategy) or isinstance(
       strategy, tf.distribute.MultiWorkerMirroredStrategy
     )
-    started = 0 if is_one_of_many else _started_workers()
-    if started > 1:
-      return (
-        f"TF_CONFIG lists {started} workers, but the optimizer was created"
-        f" under {where}, so each worker would train a separate model. Use"
-        " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
-        " TF_CONFIG."
-      )
+    # TensorFlow would try to read an empty string.
+    if not is_one_of_many and os.environ.get("TF_CONFIG"):
+      resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+      with errors.naming_tf_config():
+        tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
+      # A task that only evaluates is not among the tasks that train.
+      is_here = (resolver.task_type, resolver.task_id) in tasks
+      if is_here and len(tasks) > 1:
+        return (
+          f"TF_CONFIG lists {len(tasks)} workers, but the optimizer was created"
+          f" under {where}, so each worker would train a separate model. Use"
+          " tf_cross_shard.multi_worker.MultiWorkerStrategy(), or unset"
+          " TF_CONFIG."
+        )
     return ""
-
-
-def _started_workers() -> int:
-  """Returns how many workers train together, according to TF_CONFIG."""
-  if not os.environ.get("TF_CONFIG"):
-    return 0  # TensorFlow would try to read an empty string.
-  resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-  with errors.naming_tf_config():
-    tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
-  is_here = (resolver.task_type, resolver.task_id) in tasks
-  # A task that only evaluates is not among the tasks that train.
-  return len(tasks) if is_here else 0

@@ -149,11 +149,8 @@ class LossConvention:
     >>> convention.for_loss(loss_factor.GLOBAL)
     2.0
 
-    Args:
-      name: The name of the loss.
-      reduction: The loss' reduction.
-      is_number: Whether the loss function returns one number for all examples.
-      is_divided: Whether Keras divides the loss by the number of replicas.
+    `is_number` is whether the loss function returns one number for all
+    examples, `is_divided` whether Keras divides it by the number of replicas.
     """
     is_sum = reduction == "sum" or (
       reduction in (None, "none") and not is_number

@@ -70,11 +70,6 @@ def loss_factor(
 ) -> float:
   """Returns the factor by which to multiply the loss before differentiation.
 
-  With `L_r` the loss that replica `r` computes from its own examples, the
-  summed gradient of a group `G` is
-
-      sum over r in G of factor * dL_r
-
   A loss that is averaged over all replicas' examples is `num_replicas` times
   too small on each replica, so the factor is `num_replicas` times larger.
 

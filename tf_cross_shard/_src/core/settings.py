@@ -23,14 +23,10 @@ LIMITS: Final = clipping.LIMITS
 
 
 def _setting(default: Any, doc: str, *, is_mutable: bool = False) -> Any:
-  """Declares a setting.
+  """Declares a setting; `doc` documents the optimizer's property of this name.
 
-  Args:
-    default: The default of the argument.
-    doc: The documentation of the optimizer's property of this name.
-    is_mutable: Whether the user can assign the property. Steps that are
-      traced afterwards use the new value. In `fit`, call
-      `model.make_train_function(force=True)` to trace steps again.
+  The user can assign a mutable property. Steps that are traced afterwards use
+  the new value. In `fit`, call `model.make_train_function(force=True)`.
   """
   metadata = {"doc": doc, "is_mutable": is_mutable}
   return dataclasses.field(default=default, metadata=metadata)

@@ -113,11 +113,7 @@ class Step:
     inner.checkpointed = self.update.checkpointed
 
   def take(self, call: Call) -> tf.Tensor:
-    """Takes one step, or adds one call to an accumulation window.
-
-    Returns:
-      The iteration count afterwards, an int64 scalar.
-    """
+    """Takes a step, or adds a call to a window; returns the iteration count."""
     with tf.name_scope(call.name or self.settings.name), self.in_my_group():
       grads = call.grads if call.is_reduced else self._scale_and_clip(call)
       if self.window is None:
@@ -259,12 +255,9 @@ class Step:
     return loss if factor == 1 else loss * factor
 
   def replace(self, **changes: Any) -> None:
-    """Replaces clipping limits and `group_settings`.
+    """Replaces clipping limits and `group_settings`, if all are valid.
 
     Only steps that are traced afterwards read the new values.
-
-    Raises:
-      ValueError: If a value is not valid. No setting is changed in this case.
     """
     settings = dataclasses.replace(self.settings, **changes)
     self.group_settings.replace(settings.group_settings)

@@ -95,9 +95,7 @@ class GroupWarnings:
   def before_build(self, variables: Iterable[Any]) -> None:
     """Remembers the groups that train variables; checks the members' values.
 
-    Raises:
-      ValueError: If an optimizer with different groups has trained a variable,
-        and the copies of the members of a group now differ.
+    They differ if an optimizer with different groups has trained a variable.
     """
     groups = self._groups
     for variable in map(variables_lib.distributed, variables):

@@ -200,7 +200,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         cause = errors.DisagreementError(
           f"{cause} {workers.own_name} was creating the variable {name}."
         )
-        key_value_store.report(workers.index, cause)
+        key_value_store.tell(workers.index, cause)
+        key_value_store.abort(cause)
         if workers.index == 0:
           # TensorFlow tells the other workers from this process. If it ends too
           # early, they only see that this worker is lost.

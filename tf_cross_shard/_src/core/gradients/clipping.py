@@ -40,19 +40,10 @@ def clip(
   >>> clip([tf.constant([3.0, 4.0]), None], clipnorm=1.0)[0].numpy().tolist()
   [0.6000000238418579, 0.800000011920929]
 
-  Args:
-    grads: Dense or sparse gradients, or None, which is returned as None.
-    clipnorm: The limit of the norm of each gradient; None for no limit.
-    global_clipnorm: The limit of the norm of all gradients together. It has an
-      effect only if `clipnorm` is None.
-    clipvalue: The limit of each element. It has an effect only if both other
-      limits are None.
-    keep_infinite: Whether `clipvalue` leaves infinite elements unclipped, so
-      that a later check finds the overflow.
-    sums_rows: Whether to add rows that share an index first, unlike Keras.
-
-  Returns:
-    The clipped gradients, in the dtypes of `grads`.
+  Only the first limit that is not None has an effect. A gradient of None stays
+  None. With `keep_infinite`, `clipvalue` leaves infinite elements unclipped, so
+  that a later check finds the overflow. Without `sums_rows`, rows that share an
+  index are not added first, as in Keras.
   """
   limits = (clipnorm, global_clipnorm, clipvalue)
   if limits == (None, None, None):

@@ -79,16 +79,10 @@ def compute(
     options: The options of a graph.
     requires_scalar: Whether the loss must be a scalar.
     custom_compute_gradients: The method of a user's class that computes
-      gradients from (loss, variables, tape). It is called instead of
-      `tape.gradient`.
+      gradients from (loss, variables, tape), instead of `tape.gradient`.
 
   Returns:
     (gradient, variable) pairs. Without `var_list`, no gradient is None.
-
-  Raises:
-    TypeError: If `loss` is not a tensor, or cannot be differentiated here.
-    ValueError: If `loss` is not a scalar but must be, or reads no trainable
-      variable.
   """
   if callable(loss):
     tape = tape or tf.GradientTape()

@@ -43,9 +43,7 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
 def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   """Returns names and variables of an optimizer and of all optimizers inside.
 
-  Raises:
-    TypeError: If `optimizer` is not an optimizer.
-    ValueError: If `optimizer` is not built.
+  Raises `ValueError` if the optimizer is not built.
   """
   check_optimizer(optimizer)
   all_nested = list(nested_optimizers(optimizer))

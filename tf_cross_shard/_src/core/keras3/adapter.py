@@ -166,5 +166,4 @@ class Keras3Adapter(inner_lib.Inner):
     type(outer_scaler).apply(outer_scaler, list(grads), variables)
 
 
-def adapter(optimizer: Any) -> Keras3Adapter:
-  return Keras3Adapter(optimizer)
+adapter = Keras3Adapter  # tf_keras has two kinds of optimizers.

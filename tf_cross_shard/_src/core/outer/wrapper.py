@@ -290,9 +290,7 @@ def suggesting(init: _Function) -> _Function:
 def documented(cls: _Class) -> _Class:
   """Joins the docstrings of a class, of its first base and of the constructor.
 
-  The class for each Keras version documents only what differs. The
-  documentation that both classes share, and the constructor's arguments, are
-  written once.
+  The class for each Keras documents only what differs.
   """
   first = cls.__bases__[0]
   own, shared = map(inspect.getdoc, (cls, first))

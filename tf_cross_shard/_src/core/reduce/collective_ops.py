@@ -138,13 +138,6 @@ class CollectiveOps:
       groups: The grouping.
       replica: The replica that calls.
       device: The device of that replica.
-
-    Returns:
-      The results of the collectives, in the order of `tensors`.
-
-    Raises:
-      RuntimeError: If replicas would wait for each other forever here.
-      TypeError: If collectives do not support the dtype of a tensor.
     """
     self._check(tensors)
 

@@ -185,14 +185,9 @@ class Mirrored(collective_ops.CollectiveEngine):
   ) -> list[tf.Tensor]:
     """Combines the tensors of all members, once for each group.
 
-    Args:
-      tensors: The tensors of this replica.
-      combine: A function of the copies (for each tensor, a list with the copy
-        of each member) and of the members' numbers. It returns the result of
-        the group, on the device of the group's first member.
-
-    Returns:
-      What `combine` returned for the group of this replica.
+    `combine` is a function of the copies (for each tensor, a list with the copy
+    of each member) and of the members' numbers. It returns the result of the
+    group, on the device of the group's first member.
     """
 
     def combine_groups(

@@ -31,16 +31,11 @@ class Wire:
     dtype: tf.DType | None = None,
     scale: Callable[[], Any] | None = None,
   ) -> None:
-    """Sets how gradients are sent.
+    """Sets how gradients are sent: rounded to `dtype`, unless this is None.
 
-    Args:
-      engine: The engine that sums.
-      dtype: The dtype to which wider gradients are rounded before they are
-        sent. None for exact sums.
-      scale: A function that returns the number by which gradients are
-        multiplied while they are sent, so that small gradients are not rounded
-        to 0 in float16. A power of two causes no rounding. None sends gradients
-        as they are, and so does a function that returns None.
+    `scale` returns the number by which gradients are multiplied while they are
+    sent, or None, so that small gradients are not rounded to 0 in float16. A
+    power of two causes no rounding.
     """
     self.engine = engine
     self._dtype = dtype
@@ -55,9 +50,8 @@ class Wire:
     the rows of all members. Rows of the same index are not added up: they are
     the rows that one device would have for the whole batch of the group.
 
-    Args:
-      grads: The gradients. At one position, all members have the same kind of
-        gradient: dense, None or, if the engine supports it, sparse.
+    At one position, all members have the same kind of gradient: dense, None or,
+    if the engine supports it, sparse.
     """
     scale = self._scale()
     if scale is not None:

@@ -74,11 +74,7 @@ def naming_lost_workers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_tf_config() -> Iterator[None]:
-  """Turns errors from reading TF_CONFIG into one with its value and a remedy.
-
-  Raises:
-    ValueError: If reading TF_CONFIG, inside the context, fails.
-  """
+  """Turns errors from reading TF_CONFIG into one that says the remedy."""
   try:
     yield
   except (AttributeError, KeyError, TypeError, ValueError) as error:

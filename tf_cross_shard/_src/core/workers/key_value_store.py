@@ -109,17 +109,8 @@ def _loss(sender: int) -> Exception | None:
   return state and errors.from_message(state.message)
 
 
-def report(index: int, error: Exception) -> None:
-  """Tells all workers why this worker, with this index, ends.
-
-  All workers then stop waiting, both for values of the store and in
-  collectives.
-  """
-  tell(index, error)
-  abort(error)
-
-
 def tell(index: int, error: Exception) -> None:
+  """Makes workers that wait for this worker's values stop waiting."""
   # If another worker has reported an error before, all workers are ending.
   with contextlib.suppress(tf.errors.OpError):
     context.context().set_config_key_value(
@@ -128,6 +119,7 @@ def tell(index: int, error: Exception) -> None:
 
 
 def abort(error: Exception) -> None:
+  """Makes workers that wait in collectives stop waiting."""
   with contextlib.suppress(tf.errors.OpError):
     context.context().report_error_to_cluster(
       tf.errors.INVALID_ARGUMENT, errors.to_message(error)
