@@ -406,54 +406,7 @@ def test_global_norm_over_two_dtypes(
     for each in replicas:
       np.testing.assert_allclose(each, value, rtol=1e-6)
     assert replicas[0].dtype == MIXED[str(weight.name)[0]].dtype
-
-
-def _muon(is_scheduled: bool) -> Any:
-  schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
-  return keras.optimizers.Muon(schedule if is_scheduled else 0.5)
-
-
-@pytest.mark.skipif(
-  not hasattr(keras.optimizers, "Muon"), reason="an older Keras"
-)
-@pytest.mark.parametrize(
-  ("dtype", "is_scheduled", "words"),
-  [
-    ("float64", False, "of dtype float64 with `rms_rate`"),
-    ("float16", True, "of dtype float16 with a schedule"),
-    ("float16", False, None),
-    ("float32", True, None),
-  ],
-)
-def test_dtypes_of_muon(
-  dtype: str, is_scheduled: bool, words: str | None
-) -> None:
-  """Plain Keras fails with an error of TensorFlow in these cases."""
-  ones = tf.ones([2, 3], dtype)
-
-  def train(optimizer: Any) -> None:
-    weight = keras.Variable(ones, dtype=dtype, name="w")
-    optimizer.apply_gradients([(ones, weight)])
-
-  plain = _muon(is_scheduled)
-  optimizer = keras3.CrossShardOptimizer(_muon(is_scheduled))
-  if words is None:
-    train(plain)
-    train(optimizer)
-    return
-  with pytest.raises(tf.errors.InvalidArgumentError):
-    train(plain)
-  with pytest.raises(ValueError, match=f"update w {words}"):
-    train(optimizer)
   assert not optimizer.inner_optimizer.built
-
-
-def test_dtypes_of_nadam_in_tf_keras() -> None:
-  weights = [tf.Variable(tf.ones(2, dtype)) for dtype in ("float32", "float64")]
-  optimizer = ours_tf_keras.CrossShardOptimizer(tf_keras.optimizers.Nadam())
-  with pytest.raises(ValueError, match="dtypes; got float32, float64"):
-    optimizer.build(weights)
-  assert optimizer.get_slot_names() == []
 
 
 def test_lion_of_tf_keras_in_a_loss_scale_optimizer() -> None:

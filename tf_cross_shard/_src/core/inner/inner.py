@@ -78,10 +78,6 @@ class Inner(abc.ABC):
   def is_built(self) -> bool:
     """Whether the slots exist."""
 
-  @abc.abstractmethod
-  def check_dtypes(self, variables: Sequence[Any]) -> None:
-    """Raises `ValueError` for dtypes that Keras' class cannot update."""
-
   def build(self, variables: Sequence[Any]) -> None:
     """Creates the slots for `variables`, unless they exist."""
     if self.is_built:

@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
@@ -45,29 +44,6 @@ class Keras3Adapter(inner_lib.Inner):
   def _weight_copy_attribute(self) -> str:
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
     return "_momentums" if isinstance(self.innermost, kind) else ""
-
-  def check_dtypes(self, variables: Sequence[Any]) -> None:
-    """Raises `ValueError` for matrices that Keras' Muon cannot update.
-
-    Keras multiplies the update of a matrix by numbers in float32: by the result
-    of a schedule, and in float64 by `rms_rate`.
-    """
-    opt = self.innermost
-    if not isinstance(opt, keras.optimizers.Muon):
-      return
-    schedules = keras.optimizers.schedules.LearningRateSchedule
-    is_scheduled = isinstance(opt._learning_rate, schedules)
-    for variable in variables:
-      dtype = tf.as_dtype(variable.dtype)
-      is_float64 = dtype == tf.float64 and opt.rms_rate is not None
-      is_wrong = is_float64 or (is_scheduled and dtype != tf.float32)
-      # Muon itself updates matrices. AdamW in Muon updates all others.
-      if is_wrong and not opt._should_use_adamw(variable):
-        what = "`rms_rate`" if is_float64 else "a schedule"
-        raise ValueError(
-          f"Keras' Muon cannot update {variables_lib.path_of(variable)}"
-          f" of dtype {dtype.name} with {what}. Use float32 variables."
-        )
 
   def make_variable(self, value: Any, name: str) -> Any:
     return keras.Variable(value, dtype=value.dtype.name, name=name)

@@ -248,7 +248,6 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
         )
     if not self._inner.is_built:
       validation.check_not_overwritten(variables)
-      self._inner.check_dtypes(variables)
     self._build_slots(variables)
 
   def _build_slots(self, variables: list[Any]) -> None:

@@ -47,19 +47,6 @@ class TfKerasAdapter(inner_lib.Inner):
   def make_variable(self, value: Any, name: str) -> Any:
     return tf.Variable(value, name=name)
 
-  def check_dtypes(self, variables: Sequence[Any]) -> None:
-    """Raises `ValueError` if tf_keras' Nadam gets variables of two dtypes.
-
-    Its product of momentums has the dtype of the first variable.
-    """
-    dtypes = sorted({tf.as_dtype(v.dtype).name for v in variables})
-    is_nadam = isinstance(self.innermost, tf_keras.optimizers.Nadam)
-    if is_nadam and len(dtypes) > 1:
-      raise ValueError(
-        "Nadam of plain tf_keras cannot update variables of different dtypes;"
-        f" got {', '.join(dtypes)}. Use variables of one dtype."
-      )
-
   def build(self, variables: Sequence[Any]) -> None:
     if not self.is_built:
       self._trainable = list(variables)
