@@ -9,7 +9,7 @@ import copy
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -19,7 +19,10 @@ from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.inner import fused, kernels
-from tf_cross_shard._src.core.update import sharded, table_warnings
+from tf_cross_shard._src.core.update import sharded
+
+# Users of smaller tables need no note: updating all rows costs them little.
+_LARGE: Final = 1_000_000
 
 
 class Row(NamedTuple):
@@ -258,7 +261,7 @@ def _notes(
       " instead, they are reduced once per step, and a schedule counts steps."
     )
   for weight, row in zip(weights, rows, strict=True):
-    is_large = math.prod(row.shape) >= table_warnings.LARGE
+    is_large = math.prod(row.shape) >= _LARGE
     is_table = step.tables.is_embedding(weight) and engine.supports_sparse
     if (
       is_large

@@ -90,8 +90,6 @@ class Update:
     overrides in `apply_gradients`.
     """
     with contextlib.ExitStack() as rare:
-      if self.tables.is_lazy:
-        self.tables.warn_if_slow(sums, variables)
       limits = clipping.limits_of(self.inner.innermost)
       if limits["global_clipnorm"] and inner_lib.has_several_dtypes(sums):
         rare.enter_context(self.inner.clipping_rows(sums_rows=False))

@@ -36,7 +36,6 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import fused, row_variables
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.reduce import engine as engine_lib
-from tf_cross_shard._src.core.update import table_warnings
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
@@ -108,7 +107,6 @@ class Tables:
     self._has_rows = self.is_lazy or is_exact(inner.innermost)
     self._names: list[str] = []
     self._tables: list[Any] = []
-    self._warnings = table_warnings.TableWarnings()
 
   @property
   def row_step(self) -> inner_lib.RowStep | None:
@@ -224,16 +222,6 @@ class Tables:
     clipping_rows = self._inner.clipping_rows(self.is_lazy)
     with clipping_rows, self._inner.without_decay(tables):
       yield sums
-
-  def warn_if_slow(
-    self, sums: Sequence[Gradient], variables: Sequence[Any]
-  ) -> None:
-    """Warns about tables whose step costs as much as the whole table."""
-    is_compiled = fused.is_compiled(self._inner.innermost)
-    for total, variable in zip(sums, variables, strict=True):
-      is_sparse = isinstance(total, tf.IndexedSlices)
-      if is_sparse or (total is not None and self.is_table(variable)):
-        self._warnings.check(variable, total, is_compiled)
 
   def _update_rows(
     self,
