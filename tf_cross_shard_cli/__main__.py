@@ -112,19 +112,17 @@ def _parser() -> argparse.ArgumentParser:
 
   about = "print versions and devices"
   command = commands.add_parser("doctor", help=about, description=_DOCTOR)
-  command.set_defaults(command=_doctor)
+  command.set_defaults(command=lambda options: doctor.examine())
   return parser
 
 
 def _function_name(text: str) -> str:
-  """Returns `text` if it has the form MODULE:FUNCTION."""
   if not re.fullmatch(r"[^:]+:[^:]+", text):
     raise argparse.ArgumentTypeError(f"must be MODULE:FUNCTION; got {text!r}.")
   return text
 
 
 def _input(text: str) -> tuple[str, list[int]]:
-  """Parses an `--input`; returns the dtype and the shape."""
   match = re.fullmatch(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*", text)
   if match is None:
     raise argparse.ArgumentTypeError(
@@ -134,7 +132,6 @@ def _input(text: str) -> tuple[str, list[int]]:
 
 
 def _names(path: str) -> dict[str, str | None]:
-  """Reads the file of `--names`."""
   try:
     return dict(json.loads(pathlib.Path(path).read_bytes()))
   except (OSError, TypeError, ValueError) as error:
@@ -142,11 +139,6 @@ def _names(path: str) -> dict[str, str | None]:
       'must be a JSON file such as {"dense/kernel": "fc/weights"}; got'
       f" {path}: {error}."
     ) from None
-
-
-def _doctor(options: argparse.Namespace) -> str:
-  del options
-  return doctor.examine()
 
 
 def _compile(options: argparse.Namespace) -> str:

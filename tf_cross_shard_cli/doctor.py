@@ -57,7 +57,6 @@ def version(distribution: str) -> str | None:
 
 
 def _named(distributions: tuple[str, ...]) -> str:
-  """Returns the names and versions of those packages that are installed."""
   pairs = [(name, version(name)) for name in distributions]
   found = [f"{name} {number}" for name, number in pairs if number]
   return ", ".join(found) or "not installed"

@@ -60,7 +60,6 @@ class _GroupLeader(subprocess.Popen[str]):
     return self.returncode
 
   def kill(self) -> None:
-    """Kills the process and all processes that it started."""
     if self.poll() is None:
       self._kill_group()
 

@@ -83,12 +83,10 @@ class LocalStrategy(tf.distribute.MirroredStrategy):
   """A MirroredStrategy on CPUs, whose iterators have no tuning threads."""
 
   def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> Any:
-    """Distributes a dataset, as Keras' `fit` does."""
     distribute = super().experimental_distribute_dataset
     return _untuned(distribute(*args, **kwargs))
 
   def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> Any:
-    """Distributes the datasets that a function returns."""
     distribute = super().distribute_datasets_from_function
     return _untuned(distribute(*args, **kwargs))
 
@@ -120,7 +118,6 @@ def _untuned_class(base: Any) -> Any:
     """A distributed dataset that is not tuned."""
 
     def __iter__(self) -> Iterator[Any]:
-      """Creates an iterator in debug mode."""
       before = debug_mode.DEBUG_MODE
       debug_mode.toggle_debug_mode(True)
       try:

@@ -295,7 +295,6 @@ class BackupAndRestore(group_callback.GroupCallback):
     self._end_if(must_exit)
 
   def _end_if(self, must_exit: bool) -> None:
-    """Ends the process if a worker has received SIGTERM."""
     if must_exit:
       logging.warning(
         "SIGTERM: the backup is in %s. Start the same program again to resume"
@@ -390,9 +389,6 @@ class BackupAndRestore(group_callback.GroupCallback):
 
 
 def _metric_variables(model: Any) -> dict[str, Any]:
-  """Returns the variables of the metrics by name.
-
-  `fit` sets these variables to zero when an epoch begins.
-  """
+  """Returns the variables of the metrics, which `fit` resets in each epoch."""
   variables = [v for metric in model.metrics for v in metric.variables]
   return {f"metrics/{i}": variable for i, variable in enumerate(variables)}

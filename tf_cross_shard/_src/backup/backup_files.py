@@ -93,12 +93,10 @@ class BackupFiles:
     return None
 
   def path(self, epoch: int, batch: int) -> epath.Path:
-    """Returns the file of a backup."""
     place = f"epoch_{epoch}_batch_{batch}" if batch else f"epoch_{epoch}"
     return self.folder / f"{place}.npz"
 
   def prune(self, keep: int) -> None:
-    """Keeps only the last `keep` backups."""
     if self.is_first:
       for path in self._backups()[:-keep]:
         paths_lib.delete(path)

@@ -46,7 +46,6 @@ class PreemptionMonitor:
     self._is_caught = False
 
   def begin(self, strategy: tf.distribute.Strategy) -> None:
-    """Starts to watch, when `fit` begins."""
     self._copies = replicas_lib.Copies(strategy)
     self._calls = self._last = self._due = 0
     self._compared = self._saved = time.monotonic()
@@ -70,7 +69,6 @@ class PreemptionMonitor:
         os.kill(os.getpid(), signal.SIGTERM)
 
   def restart_clock(self) -> None:
-    """Notes that a backup was made."""
     self._saved = time.monotonic()
 
   def compare(self, is_epoch_end: bool = False) -> tuple[bool, bool]:

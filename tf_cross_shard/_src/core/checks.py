@@ -115,15 +115,12 @@ class Checks:
         )
 
   def compare_workers_before_build(self, variables: Sequence[Any]) -> None:
-    """Raises an error unless all workers build the same optimizer."""
     topic = f"the building of {self._name}"
     self._engine.compare_workers(topic, variables, (), self._setting_lines)
 
   def compare_workers_before_step(
     self, grads: Sequence[Gradient], variables: Sequence[Any]
   ) -> None:
-    """Raises an error unless all workers begin the same first step."""
-
     def lines() -> list[str]:
       # Different groups may have skipped different steps.
       is_equal = self._engine.groups.num_groups == 1

@@ -352,8 +352,6 @@ class GroupNumber(float):
 
 
 def _operator(name: str) -> Any:
-  """Returns an operator of tensors for `GroupNumber`."""
-
   def operate(number: GroupNumber, *others: Any) -> Any:
     return getattr(number.tensor, name)(*others)
 

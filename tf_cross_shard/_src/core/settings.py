@@ -139,12 +139,10 @@ class Settings:
 
   @property
   def is_mean(self) -> bool:
-    """Whether gradients are averaged over the group."""
     return self.reduction == loss_factor.MEAN
 
   @property
   def limits(self) -> dict[str, Any]:
-    """The clipping limits, by their names."""
     return {name: getattr(self, name) for name in LIMITS}
 
   def read(self, name: str) -> Any:

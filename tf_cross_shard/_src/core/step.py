@@ -244,13 +244,11 @@ class Step:
     )
 
   def check_place(self) -> None:
-    """Raises an error where gradients cannot be reduced."""
     if not self.convention.is_trying:
       self.checks.check_place()
 
   @tf.autograph.experimental.do_not_convert
   def scale(self, loss: Any, default: str) -> Any:
-    """Returns a loss times the loss factor."""
     factor = self.convention.for_loss(default)
     return loss if factor == 1 else loss * factor
 

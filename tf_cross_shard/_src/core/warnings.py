@@ -176,7 +176,6 @@ class GroupWarnings:
     return True
 
   def _count_steps(self) -> int:
-    """Returns how many steps the first group has taken."""
     return int(self._inner.iterations())
 
   def _log_once(self, text: str) -> None:

@@ -11,7 +11,6 @@ training starts.
 """
 
 import itertools
-import json
 import re
 import weakref
 from collections.abc import Callable, Iterable
@@ -56,27 +55,13 @@ def group_names(optimizer: Any) -> list[str]:
 
 
 def check_count(name: str, value: Any, least: int, unit: str) -> int:
-  """Returns an integer argument of at least `least`, or raises `ValueError`.
-
-  `unit` is what the argument counts, for the error.
-  """
+  """Returns an argument that counts a `unit`, or raises `ValueError`."""
   return validation.check_integer(name, value, f"It counts {unit}.", least)
 
 
 def check_number(name: str, value: Any) -> None:
-  """Raises `TypeError` unless an argument is a number."""
   if not validation.is_number(value):
     raise TypeError(f"`{name}` must be a number; got {value!r}.")
-
-
-def to_array(value: Any) -> Any:
-  """Returns a JSON value as an array for a file, without rounding floats."""
-  return np.frombuffer(json.dumps(value).encode(), np.uint8)
-
-
-def from_array(array: Any) -> Any:
-  """Returns the value that was passed to `to_array`."""
-  return json.loads(np.asarray(array, np.uint8).tobytes())
 
 
 def collect_state(callback_list: Iterable[Any]) -> dict[str, Any]:
@@ -137,20 +122,16 @@ class GroupCallback(tf.keras.callbacks.Callback):
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 
-  def _does_nothing_in_batches(self) -> bool:
-    """Returns False, for a hook that tf_keras asks the callback about.
-
-    Only tf_keras calls the three hooks here. The base class lacks them if
-    `tf.keras` is Keras 3.
-    """
-    return False
+  # Only tf_keras asks these three questions. The base class lacks the methods
+  # if `tf.keras` is Keras 3.
 
   def _implements_train_batch_hooks(self) -> bool:
-    """Returns whether tf_keras has to call `on_train_batch_end`."""
     return "on_train_batch_end" in vars(self)
 
-  _implements_test_batch_hooks = _does_nothing_in_batches
-  _implements_predict_batch_hooks = _does_nothing_in_batches
+  def _implements_test_batch_hooks(self) -> bool:
+    return False
+
+  _implements_predict_batch_hooks = _implements_test_batch_hooks
 
   def call_after_batches(self, function: Callable[..., None]) -> None:
     """Makes Keras call a function after each batch.

@@ -392,7 +392,6 @@ def _mean_of(members: list[Any]) -> Any:
 
 
 def _compile_like(source: Any, target: Any) -> None:
-  """Compiles `target` with the loss and copied metrics of `source`."""
   config = keras_fit.compile_arguments(source)
   if config is None:
     raise ValueError(

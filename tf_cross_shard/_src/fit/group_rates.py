@@ -54,7 +54,6 @@ def is_one_number(model: Any) -> bool:
 
 
 def read(model: Any) -> list[float]:
-  """Returns the learning rate of each group."""
   rates = per_group_lib.rates_of(model.optimizer)
   if rates is not None:
     return rates.values(step=0)  # They are numbers.
@@ -66,7 +65,6 @@ def read(model: Any) -> list[float]:
 
 
 def write(model: Any, rates: Sequence[float]) -> None:
-  """Sets the learning rate of each group."""
   [variable] = names_lib.rate_variables(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
   groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)

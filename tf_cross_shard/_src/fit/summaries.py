@@ -40,7 +40,9 @@ class Runs:
       )
       if hyperparameters:
         with self._writers[run].as_default(step=0):
-          table = _markdown(hyperparameters)
+          # A table in Markdown, which TensorBoard shows as such.
+          rows = [f"| {name} | {v} |" for name, v in hyperparameters.items()]
+          table = "\n".join(["| name | value |", "| --- | --- |", *rows])
           tf.summary.write("hyperparameters", table, metadata=_TEXT)
     with self._writers[run].as_default(step=step):
       for tag, value in scalars.items():
@@ -49,13 +51,6 @@ class Runs:
     self._writers[run].flush()
 
   def close(self) -> None:
-    """Closes the files."""
     for writer in self._writers.values():
       writer.close()
     self._writers = {}
-
-
-def _markdown(values: Mapping[str, Any]) -> str:
-  """Returns a table in Markdown, which TensorBoard shows as such."""
-  rows = [f"| {name} | {value} |" for name, value in values.items()]
-  return "\n".join(["| name | value |", "| --- | --- |", *rows])

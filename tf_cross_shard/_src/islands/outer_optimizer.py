@@ -251,7 +251,6 @@ class OuterOptimizer(group_callback.GroupCallback):
       )
 
   def _built_state(self) -> "_State":
-    """Returns the state; raises `RuntimeError` if there is none yet."""
     if self._state is None:
       raise RuntimeError(
         "OuterOptimizer has no anchor yet. Call build(optimizer, model) before"
@@ -304,7 +303,6 @@ class OuterOptimizer(group_callback.GroupCallback):
 def _check_weights_are_equal(
   copies: replicas_lib.Copies, weights: Sequence[Variable]
 ) -> None:
-  """Raises `ValueError` unless all replicas have the same weights."""
   for weight, digests in zip(weights, copies.digests(weights), strict=True):
     if len(set(digests)) > 1:
       raise ValueError(
@@ -347,11 +345,8 @@ def _make_outer_optimizer(
 ) -> CrossShardOptimizer:
   """Wraps a copy of the outer optimizer; the copy averages over the groups.
 
-  Args:
-    optimizer: The optimizer that trains the groups.
-    outer: An optimizer of the same Keras, or its name. None for the optimizer
-      of the DiLoCo paper.
-    wire_dtype: The dtype in which groups send the differences.
+  `optimizer` trains the groups. `outer` is an optimizer of the same Keras, or
+  its name; None for the optimizer of the DiLoCo paper.
   """
   keras = sys.modules[parts.package_of(optimizer)].optimizers
   if outer is None:

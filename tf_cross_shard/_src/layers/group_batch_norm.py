@@ -115,11 +115,7 @@ class GroupBatchNorm:
     return moments[0], moments[1]
 
   def _sum(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
-    """Sums each tensor over the group.
-
-    The gradient of a sum over the group is the sum of the upstream gradients
-    over the group.
-    """
+    """Sums tensors over the group; their gradients are summed, too."""
     if tf.distribute.in_cross_replica_context():
       return list(tensors)
     strategy = tf.distribute.get_strategy()

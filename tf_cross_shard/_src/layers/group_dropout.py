@@ -112,7 +112,6 @@ class GroupDropoutBase(abc.ABC):
     """Returns the seed of this call, two integers, and advances the state."""
 
   def compute_output_shape(self, input_shape: Any) -> Any:
-    """Returns the shape of the inputs."""
     return input_shape
 
   def get_config(self) -> dict[str, Any]:

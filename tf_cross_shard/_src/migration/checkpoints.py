@@ -43,7 +43,6 @@ class Conversion:
   unmatched_in_model: _Shapes
 
   def __str__(self) -> str:
-    """Returns a table."""
     width = max(map(len, self.matched), default=0)
     lines = [f"{self.path}: {len(self.matched)} variables"]
     lines += [f"  {n:<{width}}  {s}" for n, s in self.matched.items()]
@@ -166,7 +165,6 @@ class _Wanted(NamedTuple):
 
 
 def _read(reader: Any, source: str, wanted: _Wanted) -> Any:
-  """Reads the value of a variable."""
   dtype = tf.as_dtype(wanted.variable.dtype).as_numpy_dtype
   return np.asarray(reader.get_tensor(source), dtype) * dtype(wanted.factor)
 

@@ -71,13 +71,8 @@ class StallWatch:
   ) -> _Result:
     """Runs collectives, and counts when they are entered and left.
 
-    Args:
-      tensors: The inputs. The collectives count as entered when all of these
-        are computed, but do not wait for the counting.
-      collectives: A function that runs the collectives.
-
-    Returns:
-      What `collectives` returns.
+    They count as entered when all `tensors`, their inputs, are computed, but do
+    not wait for the counting.
     """
     _increment_after(tensors, self._entered)
     results: object = ()
@@ -95,13 +90,10 @@ class StallWatch:
     return counts[0] > counts[1], time.monotonic() - self._changed
 
   def check(self, alarm: int) -> bool | None:
-    """Looks at the counters, and for an alarm of another worker.
+    """Looks at the counters, and for the next alarm, of this number.
 
-    Args:
-      alarm: The number of the next alarm.
-
-    Returns:
-      None if there is no alarm; otherwise whether this worker ended its wait.
+    Returns None if there is no alarm; otherwise whether this worker ended its
+    wait.
     """
     workers = self._workers
     key = f"{self._key}/{alarm}"
@@ -110,7 +102,9 @@ class StallWatch:
       if not waits or seconds < workers.step_timeout:
         return None
       key_value_store.put_if_missing(key, "")
-    stack = _stack_of_main_thread()
+    main = threading.main_thread().ident or 0
+    # The stack of the main thread, the innermost line last.
+    stack = traceback.extract_stack(sys._current_frames().get(main))  # noqa: SLF001
     key_value_store.put_if_missing(
       f"{key}/{workers.index}", json.dumps([waits, seconds, _line(stack[-1])])
     )
@@ -161,7 +155,6 @@ class StallWatch:
 def _increment_after(
   tensors: Sequence[tf.Tensor], counter: tf.Variable
 ) -> None:
-  """Adds 1 to a counter when all of the tensors are computed."""
   with tf.control_dependencies(tensors), tf.device("CPU:0"):
     counter.assign_add(1, read_value=False)
 
@@ -191,12 +184,6 @@ def _join() -> None:
   _stop.set()
   for thread in _threads:
     thread.join(_SLACK)
-
-
-def _stack_of_main_thread() -> traceback.StackSummary:
-  """Returns the stack of the main thread, the innermost line last."""
-  frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-  return traceback.extract_stack(frame)
 
 
 def _line(frame: traceback.FrameSummary) -> str:

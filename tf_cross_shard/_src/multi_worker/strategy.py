@@ -170,11 +170,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     )
 
   def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
-    """Creates a variable, or raises an error that says why it cannot.
-
-    To create it, this worker waits until the first worker sends the initial
-    value.
-    """
+    """Creates a variable, or raises an error that says why it cannot."""
     workers = self._workers
     if workers is None or not tf.executing_eagerly():
       return make(**kwargs)

@@ -43,13 +43,7 @@ def write(
 ) -> None:
   """Writes a file atomically: a crash leaves the previous file unchanged.
 
-  Args:
-    path: The file. A previous file is replaced when the new one is complete.
-    arrays: The arrays by name, of any dtype and shape.
-    about: A description of the file, of values that JSON can encode.
-
-  Raises:
-    OSError: If the file cannot be written.
+  `about` describes the file, in values that JSON can encode.
   """
   if paths_lib.is_local(path):
     # Replace the target of a symbolic link, not the link.
@@ -106,7 +100,6 @@ class Archive(Mapping[str, Array]):
   def __init__(
     self, path: epath.Path, entries: Any, container: zipfile.ZipFile
   ) -> None:
-    """Reads the JSON entry."""
     self.path = path
     self.about: dict[str, Any] = json.loads(entries[_ABOUT].item())
     self._dtypes: dict[str, str] = self.about["dtypes"]
@@ -117,17 +110,14 @@ class Archive(Mapping[str, Array]):
     self.checksum = zlib.crc32(repr(checksums).encode())
 
   def __getitem__(self, name: str) -> Array:
-    """Reads an array, in the dtype in which it was written."""
     dtype = self._dtypes[name]
     array: Array = self._entries[name]
     return array.view(np.dtype(getattr(ml_dtypes, dtype, dtype)))
 
   def __iter__(self) -> Iterator[str]:
-    """Returns an iterator over the names of the arrays."""
     return iter(self._dtypes)
 
   def __len__(self) -> int:
-    """Returns the number of arrays."""
     return len(self._dtypes)
 
 

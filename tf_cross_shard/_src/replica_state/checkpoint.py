@@ -225,11 +225,7 @@ def values_of_group(
 
 
 def _build(optimizer: Any, model: Any) -> None:
-  """Builds an optimizer on the trainable variables, unless it is built.
-
-  Raises:
-    CheckpointError: If the variables belong to another strategy.
-  """
+  """Builds an optimizer on the trainable variables, unless it is built."""
   layers = list(names_lib.nested_optimizers(optimizer))
   # The outermost optimizer builds all the others. A LossScaleOptimizer around a
   # CrossShardOptimizer may not be built although the CrossShardOptimizer is.
@@ -288,7 +284,6 @@ def _can_train(
 
 
 def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
-  """Raises `CheckpointError` unless the number of groups is the same."""
   saved, groups = _saved_groups(file), state.groups.to_lists()
   if len(saved) != len(groups):
     raise CheckpointError(
@@ -301,7 +296,6 @@ def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
 
 
 def _saved_groups(file: archive.Archive) -> list[list[int]]:
-  """Returns the groups in a file that `save` wrote."""
   file_format = file.about.get("format")
   if file_format != group_state.FORMAT:
     raise CheckpointError(
@@ -315,7 +309,6 @@ def _saved_groups(file: archive.Archive) -> list[list[int]]:
 def _check_names(
   file: archive.Archive, state: group_state.GroupState, saved: Collection[str]
 ) -> None:
-  """Raises `CheckpointError` unless file and program have the same names."""
   current = [entry.name for entry in state.entries]
   has_model = any(name.startswith("model/") for name in saved)
   for names, others, verb, end in (
@@ -356,9 +349,6 @@ def plan(
     is_exact: Whether every replica can be restored with its own values. If
       not, an unfinished accumulation window starts again: the sums of other
       members would be counted twice or not at all.
-
-  Raises:
-    CheckpointError: If the values do not fit a variable.
   """
   replicas = state.copies.engine.replicas_here
   groups = {replica: state.groups.index_of(replica) for replica in replicas}
@@ -391,11 +381,7 @@ def plan(
 def _saved_values(
   file: archive.Archive, group: int, entry: group_state.Entry
 ) -> list[archive.Array]:
-  """Returns a saved group's values by member; one value if all are equal.
-
-  Raises:
-    CheckpointError: If shape or dtype do not fit the variable.
-  """
+  """Returns a saved group's values by member; one value if all are equal."""
   members = range(len(file.about["group_assignment"][0]))
   keys = [group_state.key(entry.name, group, member) for member in members]
   if keys[0] not in file:

@@ -83,7 +83,6 @@ def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
 def values_of(
   state: group_state.GroupState, members: Sequence[int]
 ) -> dict[str, archive.Array]:
-  """Returns the values of a group for a plain model, by name."""
   return {
     entry.name: merged(entry, state.copies.read(entry.variable, members))
     for entry in state.entries
@@ -100,11 +99,7 @@ def assign(
 
 
 def receivers(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
-  """Returns a plain model's variables by the names of those in `state`.
-
-  Raises:
-    ValueError: If the plain model cannot receive the variables.
-  """
+  """Returns a plain model's variables by the names of those in `state`."""
   target = _check_fits(state, plain)
   return {
     own.name: replicas_lib.native(entry.variable)
@@ -264,11 +259,6 @@ def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
 def _members_of(
   groups: groups_lib.Groups, group: Any, argument: str
 ) -> Sequence[int]:
-  """Returns the replicas of a group.
-
-  Raises:
-    ValueError: If there is no such group.
-  """
   if isinstance(group, (bool, float)) or group not in range(groups.num_groups):
     raise ValueError(
       f"`{argument}` must be an integer from 0 to {groups.num_groups - 1}; got"

@@ -52,7 +52,6 @@ class Entry(NamedTuple):
 
   @property
   def shape(self) -> tf.TensorShape:
-    """The shape of the variable."""
     return tf.TensorShape(self.variable.shape)
 
   @property
@@ -82,8 +81,7 @@ class GroupState:
 
     Args:
       optimizer: The optimizer.
-      model: A model or a list of variables; None to use the optimizer's
-        variables only.
+      model: A model or a list of variables; None for the optimizer alone.
       with_optimizer: Whether to include the optimizer's variables. If False,
         only the groups are read from the optimizer, which need not be built.
     """
@@ -132,7 +130,6 @@ class GroupState:
     return [entry.name for entry in self.entries if is_seed(entry.name)]
 
   def leave_out_seeds(self) -> None:
-    """Removes the states of random number generators from `entries`."""
     self.entries = [entry for entry in self.entries if not is_seed(entry.name)]
 
   def compare_workers(self, topic: str) -> None:
@@ -147,11 +144,9 @@ class GroupState:
   def names_that_differ(self, topic: str) -> set[str]:
     """Returns the names of variables whose values differ within a group.
 
-    Args:
-      topic: The operation that needs the names, for the error.
-
     Raises:
       OutOfSyncError: If members differ in a variable that they have to share.
+        It names the `topic`, the operation that needs the names.
     """
     if self.groups.group_size == 1:
       return set()
@@ -231,11 +226,7 @@ class GroupState:
         archive.write(path, arrays, about)
 
   def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
-    """Assigns values to the replicas of this process.
-
-    Args:
-      plan: For each of `entries`, one array per replica of this process.
-    """
+    """Assigns, for each of `entries`, one array per replica of this process."""
     for entry, arrays in zip(self.entries, plan, strict=True):
       self.copies.write(entry.variable, arrays)
     accept_values(self.optimizer)
@@ -369,12 +360,7 @@ def mean(arrays: Sequence[archive.Array]) -> archive.Array:
 
 
 def variables_of(model: Any) -> list[Any]:
-  """Returns the variables of a model, or those in a list.
-
-  Raises:
-    TypeError: If `model` is something else.
-    ValueError: If there are none.
-  """
+  """Returns the variables of a model, or those in a list."""
   if model is None:
     return []
   variables = getattr(model, "variables", model)
@@ -395,11 +381,7 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def _strategy_of(entries: Sequence[Entry]) -> tf.distribute.Strategy:
-  """Returns the strategy whose replicas have the variables.
-
-  Raises:
-    ValueError: If the variables belong to different strategies.
-  """
+  """Returns the only strategy whose replicas have the variables."""
   owned = [(p.name, replicas_lib.strategy_of(p.variable)) for p in entries]
   owned = [pair for pair in owned if pair[1] is not None]
   for name, strategy in owned:

@@ -74,7 +74,6 @@ def as_os_errors(path: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: epath.Path) -> Iterator[IO[Any]]:
-  """Opens a file for reading bytes."""
   with as_os_errors(path):
     # A file on gs:// would raise an error only when it is read.
     if not path.exists():
@@ -132,7 +131,6 @@ def replace(path: epath.Path, target: epath.Path) -> None:
 
 
 def list_folder(folder: epath.Path) -> list[epath.Path]:
-  """Returns the files and folders in a folder."""
   with as_os_errors(folder):
     return list(folder.iterdir())
 

@@ -31,11 +31,7 @@ def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
 
 
 def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
-  """Returns the built ones of `optimizers`, or the only one.
-
-  Raises:
-    ValueError: If the optimizers have different groups.
-  """
+  """Returns the built ones of `optimizers`, or the only one."""
   every = optimizers(optimizer, model)
   built = {path: o for path, o in every.items() if _is_built(o)}
   if len(every) == 1 or not built:
@@ -95,14 +91,7 @@ def build(
 ) -> None:
   """Builds the optimizers that were built when `saved` was written.
 
-  Args:
-    optimizer: An optimizer.
-    model: The model that tracks others.
-    saved: What `trained` returned.
-    variables: The model's variables by name.
-
-  Raises:
-    CheckpointError: If it is not known what one of them trains.
+  `saved` is what `trained` returned; `variables` are the model's, by name.
   """
   every = optimizers(optimizer, model)
   for path, names in saved.items():

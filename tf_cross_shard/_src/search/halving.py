@@ -16,9 +16,11 @@ of each group to the file of its trial:
 
 import dataclasses
 import difflib
+import json
 import math
 from typing import Any, Final
 
+import numpy as np
 from absl import logging
 from etils import epath
 
@@ -422,7 +424,9 @@ class Halving(group_callback.GroupMonitor):
   def state(self) -> dict[str, Any]:
     progress = dataclasses.asdict(self._progress)
     own = [self._plan(), progress, table_lib.results_of(self.table).to_list()]
-    return {**super().state(), "trials": group_callback.to_array(own)}
+    # JSON, which does not round floats, in the form of an array for a file.
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    return {**super().state(), "trials": text}
 
   def set_state(self, state: dict[str, Any]) -> None:
     """Resumes the search from the plan, the progress and the table of a backup.
@@ -431,7 +435,8 @@ class Halving(group_callback.GroupMonitor):
       CheckpointError: If the backup belongs to a different search.
     """
     super().set_state(state)
-    plan, progress, rows = group_callback.from_array(state["trials"])
+    text = np.asarray(state["trials"], np.uint8).tobytes()
+    plan, progress, rows = json.loads(text)
     if plan != self._plan():
       raise archive.CheckpointError(
         f"The backup belongs to a different search: its plan is {plan}, but"
@@ -448,7 +453,6 @@ class Halving(group_callback.GroupMonitor):
     return [self.monitor, *map(list, self._rungs)]
 
   def _draw(self, runs: summaries.Runs) -> None:
-    """Adds the last epoch to the curves of each running trial."""
     for trial in (self.table[number] for number in self._progress.running):
       name = f"trial_{trial.number}"
       last = {metric: row[-1] for metric, row in trial.history.items()}
@@ -483,12 +487,7 @@ class Halving(group_callback.GroupMonitor):
     self._start_wave(rung, sorted(trial.number for trial in best))
 
   def _start_wave(self, rung: int, waiting: list[int]) -> None:
-    """Gives each group its next trial: the state and the settings.
-
-    Args:
-      rung: The number of the rung.
-      waiting: The trials that the rung has not trained yet.
-    """
+    """Gives each group its next waiting trial: the state and the settings."""
     count = self._num_groups
     before = self._rungs[rung - 1].epochs if rung else 0
     self._progress = _Progress(
@@ -526,7 +525,6 @@ class Halving(group_callback.GroupMonitor):
     return group_rates.read(self.model) if is_one else []
 
   def _trial_of_each_group(self) -> list[int]:
-    """Returns the number of the trial that each group trains."""
     running = self._progress.running
     return running + running[:1] * (self._num_groups - len(running))
 

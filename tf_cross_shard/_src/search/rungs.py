@@ -22,14 +22,8 @@ def rungs(
   >>> [tuple(rung) for rung in rungs(16, 4, 2, 9)]
   [(16, 2), (8, 4), (4, 9)]
 
-  Args:
-    num_trials: The number of trials of the first rung.
-    num_groups: The number of groups.
-    factor: Only one in `factor` trials continues to the next rung.
-    epochs: The last epoch of the last rung.
-
-  Raises:
-    ValueError: If the first rung would have no epoch.
+  One in `factor` trials continues to the next rung. `epochs` is the last epoch
+  of the last rung.
   """
   # Each rung has 1 / factor of the trials of the rung before.
   counts = [num_trials]

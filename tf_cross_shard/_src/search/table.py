@@ -52,7 +52,6 @@ class Trial:
     return max(map(len, self.history.values()), default=0)
 
   def has_diverged(self, monitor: str) -> bool:
-    """Returns whether the last value of a metric is not finite."""
     return not math.isfinite(self.history[monitor][-1])
 
 
@@ -76,7 +75,6 @@ class Results:
   asked: set[str] = dataclasses.field(default_factory=set)
 
   def forget(self) -> None:
-    """Deletes the results of an earlier `fit`."""
     self.trials = [Trial(t.number, t.settings) for t in self.trials]
 
   def assign(self, rows: Sequence[Mapping[str, float]]) -> None:
@@ -97,7 +95,6 @@ class Results:
     return is_best
 
   def to_list(self) -> list[Any]:
-    """Returns the trials and their results as JSON values."""
     return [self.monitor, self.sign, *map(dataclasses.asdict, self.trials)]
 
   def from_list(self, values: Sequence[Any]) -> None:
@@ -217,7 +214,6 @@ class Table(Sequence[Trial]):
     self._results = Results(trials, variables)
 
   def __len__(self) -> int:
-    """Returns the number of trials."""
     return len(self._results.trials)
 
   @overload
@@ -231,7 +227,6 @@ class Table(Sequence[Trial]):
     return self._results.trials[index]
 
   def __repr__(self) -> str:
-    """Returns the number of trials and the names of their settings."""
     return f"<Table of {len(self)} trials of {self.names}>"
 
   def __str__(self) -> str:
@@ -352,5 +347,4 @@ def results_of(table: Table) -> Results:
 
 
 def _shown(value: Any) -> str:
-  """Returns the text of a cell of a printed table."""
   return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -58,7 +58,6 @@ def _is_table(rows: Any) -> bool:
 
 
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
-  """Splits one tensor into equal parts."""
   if leaf is None:
     return [None] * count
   if isinstance(leaf, tf.compat.v1.SparseTensorValue):

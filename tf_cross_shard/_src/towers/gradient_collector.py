@@ -103,7 +103,6 @@ class GradientCollector:
 
   @property
   def has_calls(self) -> bool:
-    """True if an optimizer was called in any tower."""
     return any(self._calls)
 
   @contextlib.contextmanager

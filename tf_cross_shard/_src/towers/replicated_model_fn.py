@@ -339,7 +339,6 @@ def _checked(spec: Any, tower: int) -> TowerSpec:
 
 
 def _merged(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
-  """Merges the specs of all towers; `TowerSpec` says how."""
   last = specs[-1]
   loss = None
   if any(spec.loss is not None for spec in specs):
@@ -364,7 +363,6 @@ def _on(device: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _loss_reduction(loss_reduction: Any) -> str:
-  """Returns `"mean"` or `"sum"` for any accepted spelling."""
   if loss_reduction in _MEANS:
     return loss_factor.MEAN
   return loss_factor.canonical_reduction(loss_reduction, "loss_reduction")

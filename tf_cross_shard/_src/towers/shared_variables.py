@@ -236,7 +236,6 @@ class CallVariables:
 
 
 def _variables_of(holder: Any) -> list[Any]:
-  """Returns all `tf.Variable` objects of an optimizer or a metric."""
   variables = holder.variables
   state = list(variables() if callable(variables) else variables)
   # In tf_keras, `variables` lacks the learning rate.
@@ -263,7 +262,6 @@ def _may_be_of_optimizer(kwargs: dict[str, Any]) -> bool:
 
 
 def _check(variable: Any, kwargs: dict[str, Any]) -> None:
-  """Raises `ValueError` if a tower needs a different shape or dtype."""
   shape, dtype = _asked_for(kwargs)
   dtype = dtype or variable.dtype
   if dtype != variable.dtype or not shape.is_compatible_with(variable.shape):

@@ -55,7 +55,6 @@ class Report:
   hlo_text: str = dataclasses.field(repr=False)
 
   def __str__(self) -> str:
-    """Returns the report as a table."""
     facts = {
       "collectives": f"{len(self.collectives)}",
       "wire bytes": f"{self.wire_bytes:,}",
@@ -207,7 +206,6 @@ def _trace(
 
 
 def _check_size(where: xla.Topology, name: str, count: int) -> None:
-  """Raises an error unless there are as many replicas as devices."""
   size = len(where.devices)
   if count != size:
     raise ValueError(
@@ -220,7 +218,6 @@ def _check_size(where: xla.Topology, name: str, count: int) -> None:
 def _table(
   collectives: Sequence[hlo.Collective], num_replicas: int
 ) -> list[str]:
-  """Returns one line for each collective, under a heading."""
   if not collectives:
     return ["No collective: replicas exchange nothing."]
   rows = [("collective", "dtype", "bytes", "operands", "groups")]

@@ -51,7 +51,6 @@ class Module:
 
   @property
   def num_parameters(self) -> int:
-    """The number of arrays that the module takes."""
     return len(self._proto.host_program_shape.parameters)
 
   def portable(self) -> bytes:

@@ -66,15 +66,10 @@ class Program:
 
   @property
   def has_known_shapes(self) -> bool:
-    """Whether the program can be lowered."""
     return all(shape.is_fully_defined() for shape in self.shapes)
 
   def lower(self) -> hlo.Module:
-    """Lowers the program.
-
-    Raises:
-      TPUCompileError: If a TPU could not run the program.
-    """
+    """Lowers the program, or raises a `TPUCompileError`."""
     module = hlo.Module(self._to_hlo())
     _check_module(module, len(self.function.inputs))
     return module
@@ -126,7 +121,6 @@ class Program:
 
 
 def check_dense(value: Any) -> None:
-  """Raises an error if a value is a sparse or ragged tensor."""
   if tf.is_tensor(value) and not isinstance(value, (tf.Tensor, tf.Variable)):
     raise TPUCompileError(
       f"A TPU takes dense tensors only; got a {type(value).__name__}. Convert"

@@ -140,7 +140,10 @@ def compile_for_tpu(module: bytes, where: Topology) -> tuple[Any, float]:
   ir = importlib.import_module("jax._src.lib.mlir").ir
   mlir = importlib.import_module("jax._src.interpreters.mlir")
   with _lock, mlir.make_ir_context():
-    stablehlo = ir.Module.parse(_to_stablehlo(xla, module))
+    computation = xla.XlaComputation(module)
+    # StableHLO, which compilers accept.
+    text = xla._xla.mlir.xla_computation_to_mlir_module(computation)
+    stablehlo = ir.Module.parse(text)
     start = time.perf_counter()
     executable = where.devices[0].client.compile(
       stablehlo,
@@ -159,9 +162,3 @@ def _options(xla: Any, devices: Sequence[int]) -> Any:
     np.array(devices).reshape(len(devices), 1)
   )
   return options
-
-
-def _to_stablehlo(xla: Any, module: bytes) -> Any:
-  """Converts a serialized HLO module to StableHLO, which compilers accept."""
-  computation = xla.XlaComputation(module)
-  return xla._xla.mlir.xla_computation_to_mlir_module(computation)

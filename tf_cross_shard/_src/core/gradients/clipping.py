@@ -144,7 +144,6 @@ def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
 def _clip_by_value(
   values: tf.Tensor, limit: Any, keep_infinite: bool
 ) -> tf.Tensor:
-  """Limits elements to the range from `-limit` to `limit`."""
   limit = row_sparse.in_dtype(limit, values.dtype)
   clipped = tf.clip_by_value(values, -limit, limit)
   if keep_infinite:

@@ -70,7 +70,6 @@ class Inner(abc.ABC):
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
-    """The strategy whose scope the optimizer was created in."""
     return keras_private.strategy(self.innermost)
 
   @property
@@ -199,7 +198,6 @@ class Inner(abc.ABC):
 
   @property
   def divides_gradients(self) -> bool:
-    """Whether the optimizer divides the gradients that it applies."""
     return False
 
   @abc.abstractmethod
@@ -237,7 +235,6 @@ class Inner(abc.ABC):
     return bool(self.averages) or self._overrides("finalize_variable_values")
 
   def write_averages(self, variables: Sequence[Any]) -> None:
-    """Overwrites variables with their moving averages, if there are any."""
     self.optimizer.finalize_variable_values(variables)
 
   @abc.abstractmethod

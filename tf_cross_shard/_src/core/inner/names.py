@@ -200,6 +200,5 @@ def group_warnings_of(optimizer: Any) -> "list[warnings_lib.GroupWarnings]":
 
 
 def steps_of(optimizer: Any) -> "list[step_lib.Step]":
-  """Returns the `step.Step` of each CrossShardOptimizer inside."""
   all_nested = nested_optimizers(optimizer)
   return list(filter(None, map(parts.find_step, all_nested)))

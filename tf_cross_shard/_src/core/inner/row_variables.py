@@ -73,7 +73,6 @@ class Rows:
     self.assign(tf.tensor_scatter_nd_add(self._value, indices, values))
 
   def scatter_sub(self, slices: tf.IndexedSlices) -> None:
-    """Subtracts from some of the rows, which may occur several times."""
     self.scatter_add(tf.IndexedSlices(-slices.values, slices.indices))
 
   def write(self) -> None:
@@ -84,8 +83,6 @@ class Rows:
 
 
 def _operator(name: str) -> Any:
-  """Returns a tensor's operator in a form that accepts rows."""
-
   def operate(rows: Rows, *others: Any) -> Any:
     return getattr(rows.read_value(), name)(*others)
 

@@ -33,7 +33,6 @@ class VariableList(list[Any]):
   """A list for `variables` that, as in TensorFlow 1, can be called."""
 
   def __call__(self) -> "VariableList":
-    """Returns this list."""
     return self
 
 

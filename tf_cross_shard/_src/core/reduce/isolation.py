@@ -188,13 +188,11 @@ class _OneProgramStrategy:
 
   @property
   def extended(self) -> "_OneProgramStrategy":
-    """Proxy for the object whose methods merged updates call."""
     return _OneProgramStrategy(self._real.extended)
 
   def batch_reduce_to(
     self, reduce_op: Any, pairs: Any, options: Any = None
   ) -> list[Any]:
-    """Returns the values, which are already complete sums."""
     del reduce_op, options
     return [value for value, _ in pairs]
 
@@ -218,7 +216,6 @@ class _IsolatedStrategy:
 
   @property
   def extended(self) -> "_IsolatedStrategy":
-    """This object, which also has the methods of `extended`."""
     return self
 
   def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

@@ -152,7 +152,6 @@ class Mirrored(collective_ops.CollectiveEngine):
     return None if self._merges_here() else super().bucket_bytes
 
   def _merges_here(self) -> bool:
-    """Returns whether to use a merge call here, instead of a collective."""
     # Eager replicas run one after the other: the first would wait in a
     # collective for replicas that do not run yet.
     return collective_ops.can_merge() and (

@@ -174,7 +174,6 @@ def _wrap_losses(model: Any) -> None:
 
 
 def _is_divided(loss: Any, *_: Any) -> bool:
-  """Returns whether Keras divides a loss by the number of replicas."""
   return loss.reduction not in ("sum", "none")
 
 

@@ -191,7 +191,6 @@ class PlainState:
     return self._indices.get(id(variables_lib.native(variable)))
 
   def slots(self, variable: Any) -> dict[str, Any]:
-    """Returns the slots of a weight by name; empty for an unknown weight."""
     index = self.index(variable)
     return {} if index is None else dict(self._slots[index])
 
