@@ -18,6 +18,7 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 
@@ -32,14 +33,14 @@ class Window:
   def __init__(self, steps: int, engine: engine_lib.Engine) -> None:
     self._steps = steps
     self._engine = engine
-    self.variables: list[Any] = []
+    self.variables: list[Variable] = []
     # The sums of the variables' gradients, and whether the variables have
     # gradients. The key of a variable is its `ref()`.
     self._sums: dict[Any, Any] = {}
     self._have_gradients: dict[Any, bool] = {}
     self._calls = self._make_variable(0, tf.int64, "accumulated_calls")
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     """Creates a variable for the sum of each new variable's gradients."""
     for variable in variables:
       native = variables_lib.native(variable)
@@ -62,7 +63,7 @@ class Window:
       return calls + 1 >= self._steps
 
   def to_dense(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> list[tf.Tensor | None]:
     """Returns gradients that can be added up.
 
@@ -90,7 +91,7 @@ class Window:
     ]
 
   def add(
-    self, grads: Sequence[tf.Tensor | None], variables: Sequence[Any]
+    self, grads: Sequence[tf.Tensor | None], variables: Sequence[Variable]
   ) -> None:
     """Adds up this replica's gradients: sum_r += g_r."""
     with self._engine.isolate():
@@ -100,7 +101,7 @@ class Window:
       self._calls.assign_add(1)
 
   def take(
-    self, grads: Sequence[tf.Tensor | None], variables: Sequence[Any]
+    self, grads: Sequence[tf.Tensor | None], variables: Sequence[Variable]
   ) -> list[tf.Tensor | None]:
     """Ends the window: returns (sum_r + g_r) / k, and sets sum_r = 0."""
     means: list[tf.Tensor | None] = []
@@ -138,6 +139,6 @@ def make(
   return None if steps in (None, 1) else Window(int(steps), engine)
 
 
-def _key(variable: Any) -> Any:
+def _key(variable: Variable) -> Any:
   """Returns a key of a variable for dictionaries, alike on all replicas."""
   return variables_lib.native(variable).ref()

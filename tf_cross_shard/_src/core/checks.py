@@ -14,6 +14,7 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 
@@ -92,7 +93,7 @@ class Checks:
     finally:
       self._users.remove(user)
 
-  def check_variables(self, variables: Sequence[Any]) -> None:
+  def check_variables(self, variables: Sequence[Variable]) -> None:
     """Raises `ValueError` for a variable that a step cannot update.
 
     A variable that was created outside the strategy's scope exists only once.
@@ -114,12 +115,12 @@ class Checks:
           " strategy.scope():`."
         )
 
-  def compare_workers_before_build(self, variables: Sequence[Any]) -> None:
+  def compare_workers_before_build(self, variables: Sequence[Variable]) -> None:
     topic = f"the building of {self._name}"
     self._engine.compare_workers(topic, variables, (), self._setting_lines)
 
   def compare_workers_before_step(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     def lines() -> list[str]:
       # Different groups may have skipped different steps.
@@ -130,7 +131,7 @@ class Checks:
     topic = f"a step of {self._name}"
     self._engine.compare_workers(topic, variables, grads, lines)
 
-  def check_strategy_of(self, variables: Sequence[Any]) -> None:
+  def check_strategy_of(self, variables: Sequence[Variable]) -> None:
     """Raises an error for variables of a strategy other than the optimizer's.
 
     Then the model or the optimizer was created, or `compile` was called,

@@ -19,6 +19,7 @@ from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.inner import fused, kernels
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.update import sharded
 
 # Users of smaller tables need no note: updating all rows costs them little.
@@ -110,7 +111,7 @@ def describe(step: step_lib.Step, optimizer: str) -> Description:
   )
 
 
-def _rows(step: step_lib.Step, weights: Sequence[Any]) -> list[Row]:
+def _rows(step: step_lib.Step, weights: Sequence[Variable]) -> list[Row]:
   """Returns what a step does to each of the weights, in this order.
 
   Gradients of the weights of `Embedding` and of declared tables are assumed to
@@ -144,7 +145,7 @@ def _rows(step: step_lib.Step, weights: Sequence[Any]) -> list[Row]:
 
 
 def _ways(
-  step: step_lib.Step, weights: Sequence[Any], tables: Sequence[Any]
+  step: step_lib.Step, weights: Sequence[Variable], tables: Sequence[Variable]
 ) -> dict[int, fused.Way]:
   """Returns how a member updates variables that it applies, by their `id`.
 
@@ -177,7 +178,7 @@ def _ways(
   return dict(zip(map(id, variables), ways, strict=True))
 
 
-def _row(variable: Any, way: fused.Way, members: int) -> Row:
+def _row(variable: Variable, way: fused.Way, members: int) -> Row:
   """Returns the row of a variable that all members update as a whole."""
   native = variables_lib.native(variable)
   shape = [int(size) for size in native.shape]
@@ -239,7 +240,7 @@ def _not_in_force(
 
 
 def _notes(
-  step: step_lib.Step, weights: Sequence[Any], rows: Sequence[Row]
+  step: step_lib.Step, weights: Sequence[Variable], rows: Sequence[Row]
 ) -> Iterator[str]:
   """Yields what is not known yet, and what costs more than it has to."""
   wrapped, engine = step.inner, step.engine

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
+from tf_cross_shard._src.core.keras_types import Optimizer
+
 if TYPE_CHECKING:
   from tf_cross_shard._src.core import step as step_lib
   from tf_cross_shard._src.core.inner import inner as inner_lib
@@ -33,18 +35,18 @@ def attach(wrapper: Any, parts: Parts) -> None:
   wrapper.__dict__[_ATTRIBUTE] = parts
 
 
-def find(optimizer: Any) -> Parts | None:
+def find(optimizer: Optimizer) -> Parts | None:
   """Returns a wrapper's parts; None for others, and during its creation."""
   return getattr(optimizer, "__dict__", {}).get(_ATTRIBUTE)
 
 
-def find_step(optimizer: Any) -> "step_lib.Step | None":
+def find_step(optimizer: Optimizer) -> "step_lib.Step | None":
   """Returns a CrossShardOptimizer's steps; None where `find` returns None."""
   parts = find(optimizer)
   return None if parts is None else parts.step
 
 
-def step_of(optimizer: Any) -> "step_lib.Step":
+def step_of(optimizer: Optimizer) -> "step_lib.Step":
   """Returns the steps of a CrossShardOptimizer; `TypeError` for others."""
   step = find_step(optimizer)
   if step is None:
@@ -55,7 +57,7 @@ def step_of(optimizer: Any) -> "step_lib.Step":
   return step
 
 
-def package_of(optimizer: Any) -> str:
+def package_of(optimizer: Optimizer) -> str:
   """Returns "keras" or "tf_keras": the Keras of a CrossShardOptimizer."""
   parts = find(optimizer)
   assert parts is not None

@@ -27,6 +27,7 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core.inner import keras_private, overriding
 from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import isolation
 
 # An int, or a scalar tensor or variable. Each thread has its own value, because
@@ -294,7 +295,7 @@ def check_rates(
 
 
 def check_rates_of(
-  optimizer: Any, groups: groups_lib.Groups, package: str
+  optimizer: Optimizer, groups: groups_lib.Groups, package: str
 ) -> None:
   """Raises `ValueError` for a `PerGroup` in `optimizer` that does not fit."""
   for nested in names_lib.nested_optimizers(optimizer):
@@ -302,7 +303,7 @@ def check_rates_of(
     check_rates(rates, groups, schedule_class(package))
 
 
-def rates_of(optimizer: Any) -> PerGroup | None:
+def rates_of(optimizer: Optimizer) -> PerGroup | None:
   """Returns the PerGroup that is the learning rate of an optimizer, or None."""
   for nested in names_lib.nested_optimizers(optimizer):
     for rate in keras_private.rates_and_schedules(nested):
@@ -381,7 +382,7 @@ class GroupSettings:
   def __init__(
     self,
     numbers: Mapping[str, Sequence[float]] | None,
-    optimizer: Any,
+    optimizer: Optimizer,
     groups: groups_lib.Groups,
   ) -> None:
     """Raises `ValueError` for numbers that do not fit.
@@ -436,7 +437,9 @@ _NOT_IN_UPDATE: Final = (
 )
 
 
-def _check_setting(optimizer: Any, name: str, values: Sequence[float]) -> None:
+def _check_setting(
+  optimizer: Optimizer, name: str, values: Sequence[float]
+) -> None:
   """Raises `ValueError` unless the optimizer's setting can be replaced."""
   kind = type(optimizer).__name__
   if name == "learning_rate":

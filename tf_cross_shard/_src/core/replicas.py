@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import reduce
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.workers import agreement, errors
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +28,7 @@ _MOST_WORDS: Final = 1 << 22
 _DIGEST: Final = 16  # The size of a digest, in bytes.
 
 
-def native(variable: Any) -> Any:
+def native(variable: Variable) -> Variable:
   """Returns the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
   value = variables_lib.native(variable)
   if not hasattr(value, "assign") or not hasattr(value, "read_value"):
@@ -42,7 +43,7 @@ def native(variable: Any) -> Any:
   return value
 
 
-def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
+def strategy_of(variable: Variable) -> tf.distribute.Strategy | None:
   """Returns the strategy whose replicas have copies of a variable."""
   return getattr(native(variable), "distribute_strategy", None)
 
@@ -101,7 +102,7 @@ class Copies:
     agreement.compare_workers(self.workers, topic, lines)
 
   def here(
-    self, variable: Any, places: Iterable[int] | None = None
+    self, variable: Variable, places: Iterable[int] | None = None
   ) -> list[Array]:
     """Returns the copies that the replicas of this process have.
 
@@ -118,7 +119,7 @@ class Copies:
       copies = [copies[i] for i in places]
     return [np.array(copy.numpy()) for copy in copies]
 
-  def write(self, variable: Any, arrays: Sequence[Array]) -> None:
+  def write(self, variable: Variable, arrays: Sequence[Array]) -> None:
     """Sets the copy of each replica of this process to the replica's array."""
     set_copies = getattr(native(variable), "set_copies", None)
     if set_copies is not None:
@@ -129,7 +130,7 @@ class Copies:
     for copy, array in zip(self._copies(variable), arrays, strict=False):
       copy.assign(array)
 
-  def read(self, variable: Any, replicas: Sequence[int]) -> list[Array]:
+  def read(self, variable: Variable, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies that the given replicas have."""
     if len(self.engine.replicas_here) == self.engine.num_replicas:
       return self.here(variable, replicas)
@@ -144,7 +145,7 @@ class Copies:
       copies = [a[:count] for a, count in zip(copies, counts, strict=True)]
     return [copies[replica] for replica in replicas]
 
-  def digests(self, variables: Sequence[Any]) -> list[list[bytes]]:
+  def digests(self, variables: Sequence[Variable]) -> list[list[bytes]]:
     """Returns a hash of each copy: for each variable, one for each replica.
 
     Two copies with the same digest have the same bits.
@@ -187,7 +188,7 @@ class Copies:
         raise errors.from_message(str(error.message)) or error from error
     return [_from_words(row, here[0]) for row in np.concatenate(chunks, axis=1)]
 
-  def _copies(self, variable: Any) -> Sequence[Any]:
+  def _copies(self, variable: Variable) -> Sequence[Any]:
     return self.engine.strategy.experimental_local_results(native(variable))
 
 

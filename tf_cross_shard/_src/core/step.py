@@ -33,6 +33,7 @@ from tf_cross_shard._src.core.gradients import (
 )
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import (
@@ -59,7 +60,7 @@ class Call:
   """
 
   grads: Sequence[Gradient]
-  variables: Sequence[Any]
+  variables: Sequence[Variable]
   global_step: Any = None
   name: str | None = None
   through_apply: bool = False
@@ -212,7 +213,7 @@ class Step:
       return self.update.wire.sum(self._scale_and_clip(call))
 
   def apply_for_loss_scaler(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     """Applies sums after an outer LossScaleOptimizer found them finite.
 
@@ -261,7 +262,7 @@ class Step:
     self.group_settings.replace(settings.group_settings)
     self.settings = settings
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots, and the sums of a window, unless they exist."""
     if not self.inner.is_built:
       self.warnings.before_build(variables)
@@ -279,13 +280,13 @@ class Step:
     return int(self.settings.accumulate_steps or self.inner.accumulates or 1)
 
   @property
-  def state(self) -> list[Any]:
+  def state(self) -> list[Variable]:
     """The step's own variables, which `replica_state` saves."""
     skipped = [] if self.skipped_steps is None else [self.skipped_steps]
     return [*skipped, *self.window_state, *self.attached]
 
   @property
-  def window_state(self) -> list[Any]:
+  def window_state(self) -> list[Variable]:
     """State of an unfinished accumulation window.
 
     The members of a group have different values. The state is reset when the

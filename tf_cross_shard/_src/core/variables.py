@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core.keras_types import Variable
+
 # A name, and the number at its end if there is one.
 _NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
 
@@ -28,14 +30,14 @@ def is_variable(value: object) -> bool:
   return isinstance(value, (tf.Variable, keras_variable))
 
 
-def native(variable: Any) -> Any:
+def native(variable: Variable) -> Variable:
   """Returns the `tf.Variable` of a `tf.Variable` or `keras.Variable`."""
   # `value` is an attribute of Keras' variables, and a method of TensorFlow's.
   value = getattr(variable, "value", variable)
   return variable if callable(value) else value
 
 
-def distributed(variable: Any) -> Any:
+def distributed(variable: Variable) -> Variable:
   """Returns the variable that holds the copies of all replicas.
 
   Graphs and tapes may report the copy of one replica, but optimizers know the
@@ -45,7 +47,7 @@ def distributed(variable: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def read_by_graph() -> list[Any]:
+def read_by_graph() -> list[Variable]:
   """Returns the trainable variables that the traced graph has read so far.
 
   They are in the order of their creation, as on a tape. All replicas need the
@@ -60,7 +62,7 @@ def read_by_graph() -> list[Any]:
   return sorted(trainable, key=_creation_order)
 
 
-def _creation_order(variable: Any) -> tuple[int, str]:
+def _creation_order(variable: Variable) -> tuple[int, str]:
   """Returns the number that TensorFlow gave to a variable, and its name."""
   # No public member says in which order variables were created.
   name = distributed(variable)._unique_id  # noqa: SLF001
@@ -68,7 +70,7 @@ def _creation_order(variable: Any) -> tuple[int, str]:
   return (int(number) if number.isdigit() else 0, name)
 
 
-def path_of(variable: Any) -> str:
+def path_of(variable: Variable) -> str:
   """Returns the name of a variable, with the names of its layers if known."""
   return str(getattr(variable, "path", None) or variable.name).split(":")[0]
 

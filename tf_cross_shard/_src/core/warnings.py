@@ -17,6 +17,7 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 _MIXED_EVALUATION: Final = (
@@ -92,7 +93,7 @@ class GroupWarnings:
     if variables and self._are_equal(variables):
       self._log_once(_COLLAPSED)
 
-  def before_build(self, variables: Iterable[Any]) -> None:
+  def before_build(self, variables: Iterable[Variable]) -> None:
     """Remembers the groups that train variables; checks the members' values.
 
     They differ if an optimizer with different groups has trained a variable.
@@ -136,7 +137,7 @@ class GroupWarnings:
     if self._groups.num_groups > 1 and self._inner.is_built:
       self._accepted_at = self._count_steps()
 
-  def before_saving(self, variables: Iterable[Any]) -> None:
+  def before_saving(self, variables: Iterable[Variable]) -> None:
     """Warns that saving loses values if the groups have different values."""
     self.check()
     if self._groups.num_groups > 1 and not self._are_equal(variables):
@@ -164,7 +165,7 @@ class GroupWarnings:
   def before_evaluating(self) -> None:
     self._log_once(_MIXED_EVALUATION)
 
-  def _are_equal(self, variables: Iterable[Any]) -> bool:
+  def _are_equal(self, variables: Iterable[Variable]) -> bool:
     """Returns whether all groups are in this process and have equal values."""
     if not self._is_one_process or not replicas_lib.is_between_steps():
       return False

@@ -24,7 +24,7 @@ References:
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
@@ -36,14 +36,11 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import group_state
-
-# Classes of TensorFlow and Keras, which have no types.
-KerasOptimizer: TypeAlias = Any  # of Keras 3 or tf_keras; or the name of one
-Variable: TypeAlias = Any  # a tf.Variable or a keras.Variable
 
 
 class OuterOptimizer(group_callback.GroupCallback):
@@ -113,7 +110,7 @@ class OuterOptimizer(group_callback.GroupCallback):
   def __init__(
     self,
     every: int,
-    optimizer: KerasOptimizer | None = None,
+    optimizer: Optimizer | str | None = None,
     *,
     warmup: int = 0,
     wire_dtype: Literal["bfloat16", "float16"] | tf.DType | None = None,
@@ -340,7 +337,7 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
 
 def _make_outer_optimizer(
   optimizer: CrossShardOptimizer,
-  outer: KerasOptimizer | None,
+  outer: Optimizer | str | None,
   wire_dtype: str | tf.DType | None = None,
 ) -> CrossShardOptimizer:
   """Wraps a copy of the outer optimizer; the copy averages over the groups.
@@ -352,8 +349,8 @@ def _make_outer_optimizer(
   if outer is None:
     outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
   with parts.step_of(optimizer).engine.making_variables():
-    outer = keras.get(outer)
-    config = outer.get_config()
+    copied: Optimizer = keras.get(outer)
+    config = copied.get_config()
     if "name" in config:
       # A checkpoint finds variables by name. Keras would number its own name.
       config["name"] = "outer"
@@ -364,7 +361,7 @@ def _make_outer_optimizer(
       if kind.__module__.split(".")[0] == "tf_cross_shard"
     )
     return package_class(
-      type(outer).from_config(config),
+      type(copied).from_config(config),
       "mean",
       "OuterOptimizer",
       _across(optimizer.groups),

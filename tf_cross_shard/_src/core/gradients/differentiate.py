@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.keras_types import Variable
 
 GATE_NONE = 0
 GATE_OP = 1
@@ -55,7 +56,7 @@ class GraphOptions:
 
 def compute(
   loss: Any,
-  var_list: list[Any] | None,
+  var_list: list[Variable] | None,
   tape: tf.GradientTape | None,
   scale: Callable[[tf.Tensor], tf.Tensor],
   options: GraphOptions,
@@ -164,7 +165,7 @@ def differentiate(
 
 
 @tf.autograph.experimental.do_not_convert
-def _checked(inner: Any, var_list: Any) -> list[Any] | None:
+def _checked(inner: Any, var_list: Any) -> list[Variable] | None:
   variables = validation.check_var_list(var_list)
   if variables is not None and inner.is_built:
     validation.check_known(variables, inner.knows, "var_list")
@@ -172,7 +173,10 @@ def _checked(inner: Any, var_list: Any) -> list[Any] | None:
 
 
 def _graph_gradients(
-  loss: tf.Tensor, variables: list[Any], seed: tf.Tensor, options: GraphOptions
+  loss: tf.Tensor,
+  variables: list[Variable],
+  seed: tf.Tensor,
+  options: GraphOptions,
 ) -> list[Any]:
   grads = tf.compat.v1.gradients(
     loss,

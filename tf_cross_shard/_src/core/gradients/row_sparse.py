@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core.keras_types import Variable
+
 
 def merge_duplicates(slices: Any) -> Any:
   """Adds up rows that share an index, so that no index occurs twice.
@@ -65,7 +67,7 @@ def _is_unique(indices: Any) -> bool:
   return False
 
 
-def to_dense(slices: Any, variable: Any) -> Any:
+def to_dense(slices: Any, variable: Variable) -> Any:
   """Returns the dense form of a row-sparse gradient, in its variable's shape.
 
   A dense gradient and None are returned unchanged.
@@ -83,7 +85,7 @@ def to_dense(slices: Any, variable: Any) -> Any:
   return dense
 
 
-def cast(grad: Any, variable: Any) -> Any:
+def cast(grad: Any, variable: Variable) -> Any:
   """Returns a gradient in the dtype of its variable, as Keras 3 casts it.
 
   tf_keras and the kernels of TensorFlow 1 do not accept a different dtype. They

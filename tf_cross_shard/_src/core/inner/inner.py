@@ -19,6 +19,7 @@ from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import fused, keras_private, overriding
 from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
 
@@ -50,7 +51,7 @@ class Inner(abc.ABC):
   # The name of the dictionary that maps a variable's key to its index.
   _index_attribute: str
 
-  def __init__(self, optimizer: Any) -> None:
+  def __init__(self, optimizer: Optimizer) -> None:
     self.optimizer = optimizer
     self.innermost = innermost(optimizer)
     self.fused: bool | None = False
@@ -77,7 +78,7 @@ class Inner(abc.ABC):
   def is_built(self) -> bool:
     """Whether the slots exist."""
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots for `variables`, unless they exist."""
     if self.is_built:
       return
@@ -92,7 +93,7 @@ class Inner(abc.ABC):
     with overriding.overriding(self.innermost, assign=lambda *_: None):
       self.optimizer.build(list(variables))
 
-  def _start_at_weights(self, variables: Sequence[Any]) -> None:
+  def _start_at_weights(self, variables: Sequence[Variable]) -> None:
     """Sets slots that start as copies of the weights to each replica's weights.
 
     Keras has set them to the weights of the first replica on all replicas.
@@ -136,7 +137,7 @@ class Inner(abc.ABC):
 
   @property
   @abc.abstractmethod
-  def trainable_variables(self) -> Sequence[Any]:
+  def trainable_variables(self) -> Sequence[Variable]:
     """The variables that the optimizer was built on, in order."""
 
   @property
@@ -144,11 +145,11 @@ class Inner(abc.ABC):
     """The index of each trained variable, by Keras' key of the variable."""
     return getattr(self.innermost, self._index_attribute)
 
-  def index(self, variable: Any) -> Any:
+  def index(self, variable: Variable) -> Any:
     """Returns the variable's index among the trained variables, or None."""
     return self.places.get(keras_private.key(self.innermost, variable))
 
-  def as_built(self, variable: Any) -> Any:
+  def as_built(self, variable: Variable) -> Variable:
     """Returns the Keras variable of a `tf.Variable`.
 
     Tapes and graphs report `tf.Variable`s.
@@ -164,22 +165,22 @@ class Inner(abc.ABC):
     return self.sharded_state or names_lib.sharded_state(self.optimizer) or self
 
   @property
-  def variables(self) -> list[Any]:
+  def variables(self) -> list[Variable]:
     """The variables that the optimizer itself lists."""
     return keras_private.listed(self.optimizer)
 
-  def knows(self, variable: Any) -> bool:
+  def knows(self, variable: Variable) -> bool:
     return self.whole.index(variable) is not None
 
   @abc.abstractmethod
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Variable) -> dict[str, Variable]:
     """Returns the slots of a variable by name; empty for an unknown one."""
 
   @abc.abstractmethod
   def slot_names(self) -> list[str]:
     """Returns the name of every slot, once, in order of creation."""
 
-  def view(self, variable: Any, name: str) -> Any:
+  def view(self, variable: Variable, name: str) -> Any:
     return self.slots(variable).get(name)
 
   def set_weights(self, weights: Any) -> None:
@@ -225,7 +226,7 @@ class Inner(abc.ABC):
     return tf.convert_to_tensor(self.optimizer.iterations)
 
   @property
-  def averages(self) -> list[Any]:
+  def averages(self) -> list[Variable]:
     """The moving averages of the trained variables; empty without averages."""
     return keras_private.averages(self.innermost)
 
@@ -234,14 +235,14 @@ class Inner(abc.ABC):
     """Whether the optimizer changes variables when `fit` ends."""
     return bool(self.averages) or self._overrides("finalize_variable_values")
 
-  def write_averages(self, variables: Sequence[Any]) -> None:
+  def write_averages(self, variables: Sequence[Variable]) -> None:
     self.optimizer.finalize_variable_values(variables)
 
   @abc.abstractmethod
-  def make_variable(self, value: Any, name: str) -> Any:
+  def make_variable(self, value: Any, name: str) -> Variable:
     """Creates a trainable variable of this Keras."""
 
-  def make_tiny(self, weight: Any) -> Any:
+  def make_tiny(self, weight: Variable) -> Variable:
     """Creates a one-element variable with a weight's names, rank and dtype."""
     shape = [1] * len(weight.shape)
     value = tf.zeros(shape, variables_lib.native(weight).dtype)
@@ -262,12 +263,12 @@ class Inner(abc.ABC):
     """How many calls make one step of this optimizer; None for one call."""
     return getattr(self.innermost, "gradient_accumulation_steps", None)
 
-  def decays(self, variable: Any) -> bool:
+  def decays(self, variable: Variable) -> bool:
     """Returns whether weight decay, if it is set, applies to a variable."""
     return keras_private.decays(self.innermost, variable)
 
   def without_decay(
-    self, variables: Sequence[Any]
+    self, variables: Sequence[Variable]
   ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without weight decay for `variables`."""
     hidden = set(map(self.index, variables))
@@ -308,7 +309,7 @@ class Inner(abc.ABC):
   def apply(
     self,
     grads: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     through_apply: bool = False,
     row_step: RowStep | None = None,
     **options: Any,
@@ -334,7 +335,7 @@ class Inner(abc.ABC):
   def _apply(
     self,
     grads: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     through_apply: bool,
     **options: Any,
   ) -> None:
@@ -342,7 +343,7 @@ class Inner(abc.ABC):
 
   @abc.abstractmethod
   def _apply_around(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
 
@@ -351,14 +352,14 @@ def has_several_dtypes(values: Sequence[Any]) -> bool:
   return len({tf.as_dtype(v.dtype) for v in values if v is not None}) > 1
 
 
-def innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Optimizer) -> Any:
   """Returns the optimizer that keeps the slots, inside any loss scaling."""
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
 
 
-def adapter_of(optimizer: Any) -> Inner:
+def adapter_of(optimizer: Optimizer) -> Inner:
   """Returns the `Inner` of any Keras optimizer."""
   modules = (kind.__module__ for kind in type(optimizer).__mro__)
   is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
@@ -371,7 +372,7 @@ def adapter_of(optimizer: Any) -> Inner:
 
 
 def slots_at(
-  optimizer: Any, index: int, count: int, keys: Sequence[Any]
+  optimizer: Optimizer, index: int, count: int, keys: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
   """Yields the slots of one trained variable, from an optimizer's attributes.
 

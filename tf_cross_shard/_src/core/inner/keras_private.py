@@ -16,6 +16,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 KERASES: Final = ("keras", "tf_keras")
 
@@ -42,31 +43,31 @@ def layers(model: Any) -> list[Any]:
   return [model] if flatten is None else list(flatten())
 
 
-def is_built(optimizer: Any) -> bool:
+def is_built(optimizer: Optimizer) -> bool:
   """Returns whether slots exist, in Keras 3 or tf_keras (also legacy)."""
   flags = ("built", "_built", "_hypers_created")
   return any(getattr(optimizer, flag, False) for flag in flags)
 
 
-def name(optimizer: Any) -> str:
+def name(optimizer: Optimizer) -> str:
   return str(getattr(optimizer, "name", None) or optimizer._name)
 
 
-def key(optimizer: Any, variable: Any) -> Any:
+def key(optimizer: Optimizer, variable: Variable) -> Any:
   return optimizer._var_key(variable)
 
 
-def decays(optimizer: Any, variable: Any) -> bool:
+def decays(optimizer: Optimizer, variable: Variable) -> bool:
   return bool(optimizer._use_weight_decay(variable))
 
 
-def nested(optimizer: Any) -> Sequence[Any]:
+def nested(optimizer: Optimizer) -> Sequence[Any]:
   """Returns the optimizers of a MultiOptimizer; empty for other optimizers."""
   # Read `__dict__`, because a wrapper would forward the attribute.
   return getattr(optimizer, "__dict__", {}).get("_inner_optimizers", ())
 
 
-def rates_and_schedules(optimizer: Any) -> list[Any]:
+def rates_and_schedules(optimizer: Optimizer) -> list[Any]:
   """Returns an optimizer's learning rates: variables, numbers or schedules."""
   settings = getattr(optimizer, "_hyper", {})  # of a legacy optimizer
   rate = getattr(optimizer, "_learning_rate", None)
@@ -74,11 +75,11 @@ def rates_and_schedules(optimizer: Any) -> list[Any]:
   return [rate for rate in rates if rate is not None]
 
 
-def trained(optimizer: Any) -> list[Any]:
+def trained(optimizer: Optimizer) -> list[Variable]:
   return list(getattr(optimizer, "_trainable_variables", ()))
 
 
-def children(optimizer: Any) -> dict[str, Any]:
+def children(optimizer: Optimizer) -> dict[str, Any]:
   """Returns the objects that a checkpoint saves of an optimizer, by name.
 
   tf_keras caches its first answer, which lacks what `build` creates later. So
@@ -88,11 +89,11 @@ def children(optimizer: Any) -> dict[str, Any]:
   """
   for layer in (optimizer, getattr(optimizer, "inner_optimizer", None)):
     if layer is not None:
-      vars(layer).pop("_coalesced_children", None)
+      layer.__dict__.pop("_coalesced_children", None)
   return optimizer._trackable_children()
 
 
-def has_waiting(optimizer: Any, name: str) -> bool:
+def has_waiting(optimizer: Optimizer, name: str) -> bool:
   """Returns whether restored values wait for `build` to create an attribute."""
   optimizer._maybe_initialize_trackable()
   return name in optimizer._deferred_dependencies
@@ -122,11 +123,11 @@ def callback_of_fit(name: str) -> Any:
 _AVERAGES: Final = "_model_variables_moving_average"
 
 
-def averages(optimizer: Any) -> list[Any]:
+def averages(optimizer: Optimizer) -> list[Variable]:
   return list(getattr(optimizer, _AVERAGES, ()))
 
 
-def show_averages(loss_scaler: Any, averages: list[Any]) -> None:
+def show_averages(loss_scaler: Any, averages: list[Variable]) -> None:
   """Shows SwapEMAWeights the averages in a LossScaleOptimizer of Keras 3.
 
   The callback looks one level inside `model.optimizer`. If `model.optimizer` is
@@ -183,7 +184,7 @@ class _StaticOps:
     return tf.IndexedSlices(values, x1.indices, x1.dense_shape)
 
 
-def loss_scale(optimizer: Any) -> list[Any]:
+def loss_scale(optimizer: Optimizer) -> list[Variable]:
   """Returns the loss scale of tf_keras and the count of its good steps.
 
   tf_keras does not list these two variables in `optimizer.variables`.
@@ -199,7 +200,7 @@ def loss_scale(optimizer: Any) -> list[Any]:
 _OF_SCHEDULE: Final = "_current_learning_rate"
 
 
-def listed(optimizer: Any) -> list[Any]:
+def listed(optimizer: Optimizer) -> list[Variable]:
   """Returns the variables that an optimizer lists.
 
   `variables` is a property, or a method in legacy optimizers.
@@ -208,7 +209,7 @@ def listed(optimizer: Any) -> list[Any]:
   return list(variables() if callable(variables) else variables)
 
 
-def unlisted(optimizer: Any) -> list[Any]:
+def unlisted(optimizer: Optimizer) -> list[Variable]:
   """Returns variables that an optimizer does not list, except learning rates.
 
   tf_keras does not list the loss scale, the hyperparameters of a legacy
@@ -232,7 +233,7 @@ def unlisted(optimizer: Any) -> list[Any]:
   ]
 
 
-def strategy(optimizer: Any) -> tf.distribute.Strategy:
+def strategy(optimizer: Optimizer) -> tf.distribute.Strategy:
   """Returns the strategy whose scope an optimizer was created in."""
   made_in = optimizer._distribution_strategy
   # A legacy optimizer that was created outside all scopes has None.

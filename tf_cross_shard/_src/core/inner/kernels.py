@@ -14,6 +14,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import row_sparse
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Kernel:
   def operation(self) -> str:
     return f"ResourceApply{self.name}"
 
-  def arguments(self, optimizer: Any, rate: Any) -> dict[str, Any]:
+  def arguments(self, optimizer: Optimizer, rate: Any) -> dict[str, Any]:
     """Returns a Keras optimizer's settings as arguments, without the powers."""
     arguments = {
       argument: getattr(optimizer, name)
@@ -115,7 +116,7 @@ KERNELS: Final = {
 
 def apply(
   kernel: Kernel,
-  variable: Any,
+  variable: Variable,
   slots: Mapping[str, Any],
   grad: tf.Tensor | tf.IndexedSlices,
   arguments: Mapping[str, Any],
@@ -175,7 +176,7 @@ def write(handle: Any, value: tf.Tensor) -> None:
   tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
 
-def dtype_of(variable: Any) -> tf.DType:
+def dtype_of(variable: Variable) -> tf.DType:
   """Returns the dtype of a variable's stored value.
 
   Under mixed precision, `variable.dtype` is the dtype for computations.

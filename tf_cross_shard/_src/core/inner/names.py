@@ -13,13 +13,14 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 if TYPE_CHECKING:
   from tf_cross_shard._src.core import step as step_lib
   from tf_cross_shard._src.core import warnings as warnings_lib
 
 
-def nested_optimizers(optimizer: Any) -> Iterator[Any]:
+def nested_optimizers(optimizer: Optimizer) -> Iterator[Any]:
   """Yields an optimizer and all optimizers inside it, outermost first.
 
   If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
@@ -40,15 +41,15 @@ def nested_optimizers(optimizer: Any) -> Iterator[Any]:
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
+def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
   """Returns names and variables of an optimizer and of all optimizers inside.
 
   Raises `ValueError` if the optimizer is not built.
   """
   check_optimizer(optimizer)
   all_nested = list(nested_optimizers(optimizer))
-  variables: list[Any] = []
-  trained: list[Any] = []
+  variables: list[Variable] = []
+  trained: list[Variable] = []
   sharded = None
   for nested in all_nested:
     if sharded is None:
@@ -70,12 +71,12 @@ def state_variables(optimizer: Any) -> list[tuple[str, Any]]:
   return list(zip(unique(names), variables, strict=True))
 
 
-def _each_once(variables: Iterable[Any]) -> list[Any]:
+def _each_once(variables: Iterable[Variable]) -> list[Variable]:
   """Returns the variables without repetitions; they cannot be in a set."""
   return list({id(variable): variable for variable in variables}.values())
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
   if not hasattr(optimizer, "variables") or not (
     hasattr(optimizer, "apply_gradients")
   ):
@@ -95,7 +96,7 @@ def unique(names: Sequence[str]) -> list[str]:
   return numbered
 
 
-def rate_variables(optimizer: Any) -> list[Any]:
+def rate_variables(optimizer: Optimizer) -> list[Variable]:
   """Returns the variables of all learning rates that are in use.
 
   Keras 3's LossScaleOptimizer also has its own learning rate, but does not use
@@ -109,31 +110,33 @@ def rate_variables(optimizer: Any) -> list[Any]:
   )
 
 
-def windows(optimizer: Any) -> list[Any]:
+def windows(optimizer: Optimizer) -> list[Variable]:
   """Returns the state of unfinished windows, which members do not share."""
   return [v for step in steps_of(optimizer) for v in step.window_state]
 
 
-def _rate_variables(optimizer: Any) -> list[Any]:
+def _rate_variables(optimizer: Optimizer) -> list[Variable]:
   """Returns an optimizer's learning rate, and the factors of a `PerGroup`."""
   rates = keras_private.rates_and_schedules(optimizer)
   factors = [getattr(rate, "rate_factor", None) for rate in rates]
   return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
 
 
-def sharded_state(optimizer: Any) -> Any:
+def sharded_state(optimizer: Optimizer) -> Any:
   """Returns the `PlainState` of an optimizer or of one inside it, or None."""
   states = map(_sharded_state_of, nested_optimizers(optimizer))
   return next(filter(None, states), None)
 
 
-def _sharded_state_of(optimizer: Any) -> Any:
+def _sharded_state_of(optimizer: Optimizer) -> Any:
   """Returns the `PlainState` of this optimizer, not of one inside it."""
   wrapper = parts.find(optimizer)
   return None if wrapper is None else wrapper.inner.sharded_state
 
 
-def _names(variables: Sequence[Any], trained: Sequence[Any]) -> list[str]:
+def _names(
+  variables: Sequence[Variable], trained: Sequence[Variable]
+) -> list[str]:
   """Returns names without numbers that depend on earlier objects of a program.
 
   Keras 3 names a slot after its variable, which is among the trained ones:
@@ -180,7 +183,9 @@ def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
   return path
 
 
-def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
+def groups_of(
+  optimizer: Optimizer, num_replicas: int | None
+) -> groups_lib.Groups:
   """Returns the groups of the optimizer; by default, one group of all."""
   for nested in nested_optimizers(optimizer):
     groups = getattr(nested, "groups", None)
@@ -195,10 +200,12 @@ def groups_of(optimizer: Any, num_replicas: int | None) -> groups_lib.Groups:
   return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
 
 
-def group_warnings_of(optimizer: Any) -> "list[warnings_lib.GroupWarnings]":
+def group_warnings_of(
+  optimizer: Optimizer,
+) -> "list[warnings_lib.GroupWarnings]":
   return [step.warnings for step in steps_of(optimizer)]
 
 
-def steps_of(optimizer: Any) -> "list[step_lib.Step]":
+def steps_of(optimizer: Optimizer) -> "list[step_lib.Step]":
   all_nested = nested_optimizers(optimizer)
   return list(filter(None, map(parts.find_step, all_nested)))

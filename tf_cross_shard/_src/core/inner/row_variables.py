@@ -18,6 +18,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import overriding
+from tf_cross_shard._src.core.keras_types import Variable
 
 
 class Rows:
@@ -29,7 +30,7 @@ class Rows:
 
   trainable = True
 
-  def __init__(self, variable: Any, indices: tf.Tensor) -> None:
+  def __init__(self, variable: Variable, indices: tf.Tensor) -> None:
     native = variables_lib.native(variable)
     self._handle = native.handle
     self._indices = indices
@@ -96,7 +97,7 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 
 @contextlib.contextmanager
 def gathered(
-  inner: inner_lib.Inner, variable: Any, indices: tf.Tensor
+  inner: inner_lib.Inner, variable: Variable, indices: tf.Tensor
 ) -> Iterator[Rows]:
   """Replaces each slot of a variable with its rows, inside the context.
 

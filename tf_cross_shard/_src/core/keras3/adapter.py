@@ -18,6 +18,7 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.keras_types import Variable
 
 
 class Keras3Adapter(inner_lib.Inner):
@@ -30,13 +31,13 @@ class Keras3Adapter(inner_lib.Inner):
   def is_built(self) -> bool:
     return bool(self.optimizer.built)
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     super().build(variables)
     if self.optimizer is not self.innermost:
       keras_private.show_averages(self.optimizer, self.averages)
 
   @property
-  def trainable_variables(self) -> Sequence[Any]:
+  def trainable_variables(self) -> Sequence[Variable]:
     # Do not copy: `as_built` reads this property for each variable and replica.
     return self.innermost._trainable_variables
 
@@ -45,10 +46,10 @@ class Keras3Adapter(inner_lib.Inner):
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
     return "_momentums" if isinstance(self.innermost, kind) else ""
 
-  def make_variable(self, value: Any, name: str) -> Any:
+  def make_variable(self, value: Any, name: str) -> Variable:
     return keras.Variable(value, dtype=value.dtype.name, name=name)
 
-  def make_tiny(self, weight: Any) -> Any:
+  def make_tiny(self, weight: Variable) -> Variable:
     # Keras names slots of a `tf.Variable` differently.
     if not isinstance(weight, keras.Variable):
       zeros = tf.zeros([1] * len(weight.shape), weight.dtype)
@@ -57,14 +58,14 @@ class Keras3Adapter(inner_lib.Inner):
     tiny._path = weight.path
     return tiny
 
-  def as_built(self, variable: Any) -> Any:
+  def as_built(self, variable: Variable) -> Variable:
     if isinstance(variable, keras.Variable) or not self.is_built:
       return variable
     whole = self.whole
     index = whole.index(variable)
     return variable if index is None else whole.trainable_variables[index]
 
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Variable) -> dict[str, Variable]:
     """Returns the slots of a variable by name; empty for an unknown one.
 
     Keras joins the variable's name and the slot's name: "dense_kernel" and
@@ -122,7 +123,7 @@ class Keras3Adapter(inner_lib.Inner):
   def _apply(
     self,
     grads: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     through_apply: bool,
     **options: Any,
   ) -> None:
@@ -135,7 +136,7 @@ class Keras3Adapter(inner_lib.Inner):
       self.optimizer.apply_gradients(list(pairs))
 
   def _apply_around(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     variables = [self.as_built(v) for v in variables]
     outer_scaler = self.outer_scaler

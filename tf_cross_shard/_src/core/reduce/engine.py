@@ -22,6 +22,7 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.reduce import layout as layouts
 
@@ -197,7 +198,7 @@ class Engine(abc.ABC):
       else:
         yield
 
-  def updates_here(self, variable: Any) -> bool:
+  def updates_here(self, variable: Variable) -> bool:
     """Returns whether this replica must update `variable`.
 
     A variable created outside the strategy's scope exists once, so one replica
@@ -218,7 +219,7 @@ class Engine(abc.ABC):
   def compare_workers(
     self,
     topic: str,
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     grads: Sequence[Gradient],
     lines: Callable[[], Sequence[str]],
   ) -> None:
@@ -258,7 +259,7 @@ class OneDevice(Engine):
     return contextlib.nullcontext()
 
 
-def is_copied(variable: Any) -> bool:
+def is_copied(variable: Variable) -> bool:
   """Returns whether each replica has its own copy of a variable."""
   return isinstance(
     variables_lib.native(variable), tf.distribute.DistributedValues

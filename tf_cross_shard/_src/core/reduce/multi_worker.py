@@ -20,6 +20,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import (
   collective_ops,
   engine,
@@ -120,7 +121,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
   def compare_workers(
     self,
     topic: str,
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     grads: Sequence[Gradient],
     lines: Callable[[], Sequence[str]],
   ) -> None:
@@ -150,7 +151,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
       ]
     )
 
-  def updates_here(self, variable: Any) -> bool:
+  def updates_here(self, variable: Variable) -> bool:
     """Returns whether this replica must update `variable`.
 
     A variable that is created outside the strategy's scope exists once in each

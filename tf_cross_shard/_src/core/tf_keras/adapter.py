@@ -20,6 +20,7 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.inner import overriding
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
@@ -32,8 +33,8 @@ class TfKerasAdapter(inner_lib.Inner):
   # The methods that compute gradients. The first method calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)
 
-  def __init__(self, optimizer: Any) -> None:
-    self._trainable: list[Any] = []
+  def __init__(self, optimizer: Optimizer) -> None:
+    self._trainable: list[Variable] = []
     super().__init__(optimizer)
 
   @property
@@ -41,13 +42,13 @@ class TfKerasAdapter(inner_lib.Inner):
     return bool(getattr(self.innermost, "_built", False))
 
   @property
-  def trainable_variables(self) -> list[Any]:
+  def trainable_variables(self) -> list[Variable]:
     return list(self._trainable)
 
-  def make_variable(self, value: Any, name: str) -> Any:
+  def make_variable(self, value: Any, name: str) -> Variable:
     return tf.Variable(value, name=name)
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     if not self.is_built:
       self._trainable = list(variables)
       # Slots must outlive a function that is being traced.
@@ -63,7 +64,7 @@ class TfKerasAdapter(inner_lib.Inner):
     return self._overrides(*self._gradient_methods)
 
   def compute_gradients(
-    self, loss: Any, variables: Sequence[Any], tape: tf.GradientTape
+    self, loss: Any, variables: Sequence[Variable], tape: tf.GradientTape
   ) -> list[tuple[Gradient, Any]]:
     compute = getattr(self.innermost, self._gradient_methods[0])
     return list(compute(loss, list(variables), tape=tape))
@@ -82,7 +83,7 @@ class TfKerasAdapter(inner_lib.Inner):
         f" {self._gradient_methods[0]}() or apply_gradients()."
       )
 
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Variable) -> dict[str, Variable]:
     if not self.is_built or self.index(variable) is None:
       return {}
     return self._slots_of(self.innermost._var_key(variable), variable.name)
@@ -138,7 +139,7 @@ class TfKerasAdapter(inner_lib.Inner):
   def _apply(
     self,
     grads: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     through_apply: bool,
     **options: Any,
   ) -> None:
@@ -165,7 +166,7 @@ class TfKerasAdapter(inner_lib.Inner):
       self.optimizer.apply_gradients(pairs, **options)
 
   def _apply_around(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     pairs = zip(grads, variables, strict=True)
     outer_scaler = self.outer_scaler
@@ -183,7 +184,7 @@ class LegacyOptimizer(TfKerasAdapter):
     "_transform_loss",
   )
 
-  def __init__(self, optimizer: Any) -> None:
+  def __init__(self, optimizer: Optimizer) -> None:
     super().__init__(optimizer)
     # Keras creates the iteration count when it is first read. Read it here,
     # because one of several replicas could not create it.
@@ -194,10 +195,10 @@ class LegacyOptimizer(TfKerasAdapter):
   def is_built(self) -> bool:
     return bool(self._trainable)
 
-  def knows(self, variable: Any) -> bool:
+  def knows(self, variable: Variable) -> bool:
     return True
 
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Variable) -> dict[str, Variable]:
     slots = {}
     for name in self.innermost.get_slot_names():
       # The object is not a variable, or it has no slots.
@@ -215,10 +216,10 @@ class LegacyOptimizer(TfKerasAdapter):
   def load_own_variables(self, store: Any) -> None:
     self.set_weights([store[str(i)] for i in range(len(store.keys()))])
 
-  def write_averages(self, variables: Sequence[Any]) -> None:
+  def write_averages(self, variables: Sequence[Variable]) -> None:
     """Does nothing: legacy optimizers average no weights."""
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     known = {id(v) for v in self._trainable}
     new = [v for v in variables if id(v) not in known]
     if new:

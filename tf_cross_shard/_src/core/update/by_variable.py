@@ -32,6 +32,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import fused
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import rows as rows_lib
@@ -63,11 +64,11 @@ class ByVariableUpdate(sharded.ShardedUpdate):
       )
     super().__init__(inner, wire, tables, skips_nonfinite)
 
-  def _bucket_key(self, variable: Any) -> Hashable:
+  def _bucket_key(self, variable: Variable) -> Hashable:
     return variables_lib.native(variable).dtype
 
   def _make_bucket(
-    self, variables: list[Any], number: int
+    self, variables: list[Variable], number: int
   ) -> sharded.WeightBucket:
     del number
     natives = list(map(variables_lib.native, variables))
@@ -101,7 +102,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
       self.engine,
     )
 
-  def variables_of(self, member: Any) -> list[Any]:
+  def variables_of(self, member: Any) -> list[Variable]:
     return [
       bucket.variables[cut.index]
       for bucket in self.buckets

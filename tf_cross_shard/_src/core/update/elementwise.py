@@ -35,6 +35,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.update import saved_state, sharded
 
@@ -45,7 +46,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
   sharding = "elementwise"
   _limits_applied_here = ("clipnorm", "global_clipnorm")
 
-  def _bucket_key(self, variable: Any) -> Hashable:
+  def _bucket_key(self, variable: Variable) -> Hashable:
     """Separates dtypes, and weights with weight decay from those without.
 
     The optimizer decides about weight decay once for a whole shard.
@@ -53,7 +54,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     native = variables_lib.native(variable)
     return native.dtype, self.inner.decays(variable)
 
-  def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
+  def _split_by_size(self, variables: list[Variable]) -> list[list[Variable]]:
     limit = self.engine.scatter_bytes
     buckets: list[list[Any]] = [[]]
     filled = 0  # Bytes in the last bucket.
@@ -68,7 +69,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     return buckets
 
   def _make_bucket(
-    self, variables: list[Any], number: int
+    self, variables: list[Variable], number: int
   ) -> sharded.WeightBucket:
     natives = list(map(variables_lib.native, variables))
     dtype, decays = natives[0].dtype, self.inner.decays(variables[0])
@@ -123,7 +124,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       part = self.engine.cut_part(bucket.natives, bucket.layout)
       variables_lib.native(bucket.shard).assign(part)
 
-  def variables_of(self, member: Any) -> list[Any]:
+  def variables_of(self, member: Any) -> list[Variable]:
     del member
     return [bucket.shard for bucket in self.buckets]
 

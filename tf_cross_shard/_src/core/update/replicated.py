@@ -20,6 +20,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import rows as rows_lib
 
@@ -54,11 +55,11 @@ class Update:
     self.tables = tables
     self.checkpointed: Any = inner.optimizer
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     self.inner.build(variables)
 
   def reduce(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> Sequence[Gradient]:
     """Returns the group's sums, or the part of them that this member applies.
 
@@ -68,7 +69,7 @@ class Update:
     return self.wire.sum(grads)
 
   def cut(
-    self, sums: Sequence[Gradient], variables: Sequence[Any]
+    self, sums: Sequence[Gradient], variables: Sequence[Variable]
   ) -> Sequence[Gradient]:
     """Returns this member's part of sums that all members have."""
     del variables
@@ -80,7 +81,7 @@ class Update:
   def apply(
     self,
     sums: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     through_apply: bool,
   ) -> None:
     """Lets the user's optimizer update the weights, or this member's part.
@@ -100,6 +101,6 @@ class Update:
   def gather_weights(self, sums: Sequence[Gradient]) -> None:
     """Gives all members the parts of the weights that others have updated."""
 
-  def write_averages(self, variables: Sequence[Any]) -> None:
+  def write_averages(self, variables: Sequence[Variable]) -> None:
     """Ends `fit`: writes moving averages into the variables."""
     self.inner.write_averages(variables)

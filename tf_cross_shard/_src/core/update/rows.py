@@ -35,6 +35,7 @@ from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import fused, row_variables
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
@@ -72,7 +73,7 @@ def check(inner: inner_lib.Inner, lazy_rows: bool | str) -> None:
     )
 
 
-def is_exact(optimizer: Any) -> bool:
+def is_exact(optimizer: Optimizer) -> bool:
   """Returns whether plain Keras also updates only rows with a gradient."""
   # tf_keras' SGD writes a slot for each row in each step, with momentum or not.
   return fused.keras_class(optimizer) in _EXACT and not (
@@ -106,14 +107,14 @@ class Tables:
     self.is_lazy = bool(lazy_rows)
     self._has_rows = self.is_lazy or is_exact(inner.innermost)
     self._names: list[str] = []
-    self._tables: list[Any] = []
+    self._tables: list[Variable] = []
 
   @property
   def row_step(self) -> inner_lib.RowStep | None:
     """The update for row-sparse gradients; None for Keras' own."""
     return self._update_rows if self._has_rows else None
 
-  def is_embedding(self, variable: Any) -> bool:
+  def is_embedding(self, variable: Variable) -> bool:
     """Returns whether a variable is of an `Embedding`, or declared.
 
     Its gradient is row-sparse, unless the loss also uses the whole table.
@@ -126,7 +127,7 @@ class Tables:
       or any(name in path for name in self._names)
     )
 
-  def is_table(self, variable: Any) -> bool:
+  def is_table(self, variable: Variable) -> bool:
     """Returns whether row-sparse gradients of a variable update its rows only.
 
     It does not look at the gradient.
@@ -160,7 +161,7 @@ class Tables:
       is_static or not self._engine.is_spmd
     )
 
-  def clips_to_dense(self, variables: Sequence[Any]) -> bool:
+  def clips_to_dense(self, variables: Sequence[Variable]) -> bool:
     """Returns whether clipping by `opt` makes all row-sparse sums dense.
 
     `variables` are those of a step. In some steps, this package clips instead
@@ -169,7 +170,7 @@ class Tables:
     is_clipped_here = self.is_by_rows or inner_lib.has_several_dtypes(variables)
     return self._inner.clips_to_dense and not is_clipped_here
 
-  def add(self, var_list: Sequence[Any], var_names: Sequence[str]) -> None:
+  def add(self, var_list: Sequence[Variable], var_names: Sequence[str]) -> None:
     """Declares variables as tables, and those whose path contains a name."""
     if not self._has_rows:
       raise ValueError(
@@ -179,7 +180,7 @@ class Tables:
     self._tables += map(variables_lib.native, var_list)
     self._names += var_names
 
-  def to_dense(self, grad: Gradient, variable: Any) -> Gradient:
+  def to_dense(self, grad: Gradient, variable: Variable) -> Gradient:
     """Returns the dense gradient of a variable that is not a table.
 
     With `lazy_rows`, a row-sparse gradient is a `ValueError`: a dense one would
@@ -197,7 +198,7 @@ class Tables:
 
   @contextlib.contextmanager
   def in_force(
-    self, sums: Sequence[Gradient], variables: Sequence[Any]
+    self, sums: Sequence[Gradient], variables: Sequence[Variable]
   ) -> Iterator[Sequence[Gradient]]:
     """Makes the user's optimizer update only the rows of row-sparse sums.
 
@@ -227,7 +228,7 @@ class Tables:
     self,
     update_step: Callable[..., None],
     grad: tf.IndexedSlices,
-    variable: Any,
+    variable: Variable,
     *rate: Any,
   ) -> None:
     """Runs the optimizer's own `update_step` on the rows in the batch.

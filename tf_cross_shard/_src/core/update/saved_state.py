@@ -27,6 +27,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.update import whole_slots
 
@@ -45,7 +46,9 @@ class CheckpointView(_Trackable):
     children: The children by name. A list of slots is a `CheckpointView`, too.
   """
 
-  def __init__(self, children: dict[str, Any], optimizer: Any = None) -> None:
+  def __init__(
+    self, children: dict[str, Any], optimizer: Optimizer = None
+  ) -> None:
     """Creates a view of the `children` that are already known.
 
     It also contains the unsharded children (iteration count, learning rate,
@@ -119,8 +122,8 @@ class Template:
       that holds the slot.
   """
 
-  optimizer: Any
-  weights: Sequence[Any]
+  optimizer: Optimizer
+  weights: Sequence[Variable]
   slots: Sequence[Sequence[tuple[str, Any]]]
 
 
@@ -146,7 +149,7 @@ class PlainState:
   def __init__(
     self,
     inner: inner_lib.Inner,
-    weights: Sequence[Any],
+    weights: Sequence[Variable],
     template: Template,
     find_slot: FindSlot,
   ) -> None:
@@ -187,14 +190,14 @@ class PlainState:
     self.variables = [self._replacements[id(v)] for v in listed]
     self.checkpoint_view = self._make_checkpoint_view(template.optimizer)
 
-  def index(self, variable: Any) -> int | None:
+  def index(self, variable: Variable) -> int | None:
     return self._indices.get(id(variables_lib.native(variable)))
 
-  def slots(self, variable: Any) -> dict[str, Any]:
+  def slots(self, variable: Variable) -> dict[str, Variable]:
     index = self.index(variable)
     return {} if index is None else dict(self._slots[index])
 
-  def view(self, variable: Any, name: str) -> Any:
+  def view(self, variable: Variable, name: str) -> Any:
     """Returns a slot of a weight, read-only; None if there is no such slot."""
     slot = self.slots(variable).get(name)
     return slot.read_only() if isinstance(slot, whole_slots.WholeSlot) else slot
@@ -238,7 +241,7 @@ class PlainState:
 
 def of_shards(
   inner: inner_lib.Inner,
-  weights: Sequence[Any],
+  weights: Sequence[Variable],
   places: Sequence[tuple[int, int | None]],
   engine: engines.Engine,
 ) -> PlainState:
@@ -274,7 +277,7 @@ def of_shards(
 
 def of_owners(
   inner: inner_lib.Inner,
-  weights: Sequence[Any],
+  weights: Sequence[Variable],
   owners: Sequence[int | None],
   engine: engines.Engine,
 ) -> PlainState:
@@ -308,7 +311,7 @@ def of_owners(
   return PlainState(inner, weights, template, find_slot)
 
 
-def _new(optimizer: Any) -> Any:
+def _new(optimizer: Optimizer) -> Optimizer:
   config = optimizer.get_config()
   nested = getattr(optimizer, "inner_optimizer", None)
   if nested is None:
@@ -318,7 +321,9 @@ def _new(optimizer: Any) -> Any:
   return type(optimizer)(**{**config, "inner_optimizer": _new(nested)})
 
 
-def _slots_of_all(optimizer: Any, count: int) -> list[list[tuple[str, Any]]]:
+def _slots_of_all(
+  optimizer: Optimizer, count: int
+) -> list[list[tuple[str, Any]]]:
   return [
     list(inner_lib.slots_at(optimizer, index, count, ()))
     for index in range(count)

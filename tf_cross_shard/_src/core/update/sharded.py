@@ -32,6 +32,7 @@ from tf_cross_shard._src.core.gradients import (
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import fused, overriding
 from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import replicated, saved_state
@@ -51,8 +52,8 @@ class WeightBucket:
       weights themselves.
   """
 
-  variables: list[Any]
-  natives: list[Any]
+  variables: list[Variable]
+  natives: list[Variable]
   layout: layouts.Layout
   shard: Any = None
 
@@ -80,14 +81,14 @@ class ShardedUpdate(replicated.Update):
   ) -> None:
     super().__init__(inner, wire, tables)
     self._skips_nonfinite = skips_nonfinite
-    self._all_variables: list[Any] = []  # In the user's order.
+    self._all_variables: list[Variable] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
-    self.unsharded_tables: list[Any] = []
+    self.unsharded_tables: list[Variable] = []
     # The plain optimizer's children, with whole slots.
     self._view = saved_state.CheckpointView({}, inner.optimizer)
     self.checkpointed = self._view
 
-  def build(self, variables: Sequence[Any]) -> None:
+  def build(self, variables: Sequence[Variable]) -> None:
     if self._all_variables:
       return
     # Tables are not sharded. All other weights are put into buckets by their
@@ -109,15 +110,17 @@ class ShardedUpdate(replicated.Update):
     self._view.add(self.inner.sharded_state.checkpoint_view)
 
   @abc.abstractmethod
-  def _bucket_key(self, variable: Any) -> Hashable:
+  def _bucket_key(self, variable: Variable) -> Hashable:
     """Returns a key that all weights of one bucket have in common."""
 
-  def _split_by_size(self, variables: list[Any]) -> list[list[Any]]:
+  def _split_by_size(self, variables: list[Variable]) -> list[list[Variable]]:
     """Splits weights with one key into buckets; here, into a single one."""
     return [variables]
 
   @abc.abstractmethod
-  def _make_bucket(self, variables: list[Any], number: int) -> WeightBucket:
+  def _make_bucket(
+    self, variables: list[Variable], number: int
+  ) -> WeightBucket:
     """Decides which elements of the weights each member updates.
 
     `number` is the number of the bucket among the buckets with the same key.
@@ -128,10 +131,10 @@ class ShardedUpdate(replicated.Update):
     """Builds the wrapped optimizer; returns its state for savers."""
 
   @abc.abstractmethod
-  def variables_of(self, member: Any) -> list[Any]:
+  def variables_of(self, member: Any) -> list[Variable]:
     """Returns the variables that a member updates, without tables."""
 
-  def _own_variables(self) -> list[Any]:
+  def _own_variables(self) -> list[Variable]:
     """Returns the variables that this member updates, without tables."""
     return self.variables_of(self.engine.position())
 
@@ -140,7 +143,7 @@ class ShardedUpdate(replicated.Update):
     """Returns the gradients of `_own_variables`, given one part per bucket."""
 
   def reduce(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> list[Gradient]:
     if self._norm_limits():
       # A norm needs the whole gradient, so the group sums whole gradients.
@@ -158,7 +161,7 @@ class ShardedUpdate(replicated.Update):
     return self._own_sums(parts, table_sums)
 
   def cut(
-    self, sums: Sequence[Gradient], variables: Sequence[Any]
+    self, sums: Sequence[Gradient], variables: Sequence[Variable]
   ) -> list[Gradient]:
     # Clip by the user's limits that need norms of whole gradients.
     sums = clipping.clip(sums, **self._norm_limits())
@@ -199,7 +202,7 @@ class ShardedUpdate(replicated.Update):
   def apply(
     self,
     sums: Sequence[Gradient],
-    variables: Sequence[Any],
+    variables: Sequence[Variable],
     through_apply: bool,
   ) -> None:
     updated = [*self._own_variables(), *self.unsharded_tables]
@@ -209,7 +212,7 @@ class ShardedUpdate(replicated.Update):
     ):
       super().apply(sums, updated, through_apply)
 
-  def write_averages(self, variables: Sequence[Any]) -> None:
+  def write_averages(self, variables: Sequence[Variable]) -> None:
     del variables
     if not (self._all_variables and self.inner.finalizes):
       return
@@ -246,7 +249,7 @@ class ShardedUpdate(replicated.Update):
     tf.function(run, autograph=False)()
 
   def _sort_gradients(
-    self, grads: Sequence[Gradient], variables: Sequence[Any]
+    self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> tuple[list[Gradient], list[list[tf.Tensor]]]:
     """Returns the tables' gradients, and each bucket's flat, dense gradients.
 
@@ -263,7 +266,7 @@ class ShardedUpdate(replicated.Update):
         " the gradients of each variable."
       )
 
-    def find(variable: Any) -> Gradient:
+    def find(variable: Variable) -> Gradient:
       native = variables_lib.native(variable)
       grad = by_variable.get(id(native))
       if grad is None:
@@ -274,7 +277,7 @@ class ShardedUpdate(replicated.Update):
         )
       return grad
 
-    def find_dense(variable: Any) -> Gradient:
+    def find_dense(variable: Variable) -> Gradient:
       grad = self.tables.to_dense(find(variable), variable)
       return row_sparse.cast(grad, variable)
 
@@ -286,7 +289,7 @@ class ShardedUpdate(replicated.Update):
     ]
 
 
-def choose_kind(optimizer: Any, shard_update: Any) -> str:
+def choose_kind(optimizer: Optimizer, shard_update: Any) -> str:
   """Returns `"elementwise"` or `"by_variable"`; for True, as the class needs.
 
   Raises `ValueError` if the optimizer cannot be sharded in this way.

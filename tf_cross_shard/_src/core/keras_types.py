@@ -1,0 +1,6 @@
+"""Names for what TensorFlow and Keras create, whose classes have no types."""
+
+from typing import Any, TypeAlias
+
+Variable: TypeAlias = Any  # A `tf.Variable` or a `keras.Variable`.
+Optimizer: TypeAlias = Any  # Of Keras 3 or tf_keras, new or legacy.
