@@ -203,18 +203,18 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
     In a replica, a `schedules.PerGroup` is the rate of the replica's group.
     """
-    found = parts.find(self)
-    if found is None or found.step is None:
+    step = parts.find_step(self)
+    if step is None:
       return None
-    with found.step.in_my_group():
-      return found.inner.optimizer.learning_rate
+    with step.in_my_group():
+      return step.inner.optimizer.learning_rate
 
   @learning_rate.setter
   def learning_rate(self, value: Any) -> None:
-    found = parts.find(self)
-    if found is None or found.step is None:  # Keras' constructor is running.
+    step = parts.find_step(self)
+    if step is None:  # Keras' constructor is running.
       return
-    opt = found.inner.optimizer
+    opt = step.inner.optimizer
     if not callable(value) and per_group_lib.rates_of(opt) is not None:
       raise TypeError(
         "PerGroup holds a learning rate for each group, so one number cannot"

@@ -59,8 +59,14 @@ def pack(
   def unpack(reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     parts: list[Any] = [None] * len(tensors)
     for bucket, own, buffer in zip(buckets, joined, reduced, strict=True):
-      for i, part in zip(bucket, _cut(buffer, own), strict=True):
-        parts[i] = part
+      pieces = [buffer]
+      if len(own) > 1:
+        lengths = [
+          tf.shape(r)[0] if r.shape[0] is None else r.shape[0] for r in own
+        ]
+        pieces = tf.split(buffer, lengths)
+      for i, piece in zip(bucket, pieces, strict=True):
+        parts[i] = piece
     return reshape_like(parts, tensors)
 
   return buffers, unpack
@@ -91,16 +97,6 @@ def _assign_buckets(
     bucket.append(i)
     open_buckets[kind] = (bucket, filled + size)
   return buckets
-
-
-def _cut(buffer: tf.Tensor, rows: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Splits a buffer into the tensors that it was concatenated from."""
-  if len(rows) == 1:
-    return [buffer]
-  lengths = [
-    tf.shape(row)[0] if row.shape[0] is None else row.shape[0] for row in rows
-  ]
-  return list(tf.split(buffer, lengths))
 
 
 def flatten(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

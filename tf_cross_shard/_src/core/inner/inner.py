@@ -62,12 +62,9 @@ class Inner(abc.ABC):
 
   @property
   def name(self) -> str:
-    # tf_keras' LossScaleOptimizer has no name, and legacy optimizers have a
-    # private name.
-    for optimizer in (self.optimizer, self.innermost):
-      if hasattr(optimizer, "name"):
-        return str(optimizer.name)
-    return keras_private.name(self.innermost)
+    # tf_keras' LossScaleOptimizer has no name.
+    has_name = hasattr(self.optimizer, "name")
+    return keras_private.name(self.optimizer if has_name else self.innermost)
 
   @property
   def strategy(self) -> tf.distribute.Strategy:

@@ -269,8 +269,8 @@ def of_shards(
     slot = flat_slots[index][attribute]
     if start is None:
       return slot, slot
-    span = whole_slots.Span(start, tuple(weights[i].shape))
-    return slot, whole_slots.WholeSlot(named, slot, span, engine)
+    shape = tf.TensorShape(weights[i].shape)
+    return slot, whole_slots.WholeSlot(named, slot, start, shape, engine)
 
   return PlainState(inner, weights, template, find_slot)
 

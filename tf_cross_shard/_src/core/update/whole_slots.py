@@ -17,7 +17,6 @@ A whole slot reads and writes these parts and looks like a variable. Savers,
 """
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -28,23 +27,6 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.reduce import engine as engines
 
 _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-  """The elements of one weight within the joined parts of all members.
-
-  Attributes:
-    start: The index of the weight's first element.
-    shape: The shape of the weight.
-  """
-
-  start: int
-  shape: tuple[int, ...]
-
-  @property
-  def stop(self) -> int:
-    return self.start + int(np.prod(self.shape))
 
 
 class WholeSlot(_Trackable):
@@ -62,19 +44,24 @@ class WholeSlot(_Trackable):
   trainable = False
 
   def __init__(
-    self, named: Any, parts: Any, span: Span, engine: engines.Engine
+    self,
+    named: Any,
+    parts: Any,
+    start: int,
+    shape: tf.TensorShape,
+    engine: engines.Engine,
   ) -> None:
-    """Creates a slot that reads `span` of the joined parts.
+    """Creates a slot that begins at `start` in the joined parts of all members.
 
     `named` is a variable with the name and path of the plain optimizer's slot.
     """
     self.name = str(named.name)
     self.path = str(getattr(named, "path", named.name))
-    self.shape = tf.TensorShape(span.shape)
+    self.shape = shape
     self.dtype = tf.as_dtype(parts.dtype)
     self.distribute_strategy = engine.strategy
     self.parts = parts
-    self._span = span
+    self._start, self._stop = start, start + shape.num_elements()
     self._groups = engine.groups
     self._is_read_only = False
 
@@ -127,7 +114,7 @@ class WholeSlot(_Trackable):
     """Writes, for each replica of this process, its part of a whole value."""
     copies = self._copies()
     parts = copies.here(self.parts)
-    start, stop = self._span.start, self._span.stop
+    start, stop = self._start, self._stop
     for replica, part, value in zip(
       copies.engine.replicas_here, parts, values, strict=True
     ):
@@ -145,8 +132,8 @@ class WholeSlot(_Trackable):
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
     """Returns this slot's value, from the parts of all members of a group."""
-    flat = np.concatenate(parts)[self._span.start : self._span.stop]
-    return flat.reshape(self._span.shape)
+    flat = np.concatenate(parts)[self._start : self._stop]
+    return flat.reshape(tuple(self.shape))
 
   def _copies(self) -> replicas_lib.Copies:
     return replicas_lib.Copies(self.distribute_strategy)
@@ -169,7 +156,7 @@ class ByVariableSlot(WholeSlot):
   """
 
   def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
-    super().__init__(slot, slot, Span(0, tuple(slot.shape)), engine)
+    super().__init__(slot, slot, 0, tf.TensorShape(slot.shape), engine)
     self._owner = owner
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
