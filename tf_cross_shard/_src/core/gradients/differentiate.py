@@ -142,7 +142,7 @@ def differentiate(
   options: GraphOptions,
   requires_scalar: bool,
 ) -> Pairs:
-  """Computes gradients for a wrapped optimizer, with its loss scale."""
+  """Computes gradients with the loss scale of `inner`, which is divided out."""
   variables = _checked(inner, var_list)
   pairs = compute(
     loss,
