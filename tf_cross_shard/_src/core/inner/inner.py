@@ -36,7 +36,7 @@ class Inner(abc.ABC):
     innermost: The optimizer that keeps the slots, inside any loss scaling.
     outer_scaler: The LossScaleOptimizer around *our* optimizer, or None;
       `outer.loss_scaler` sets it.
-    sharded_state: The `update.saved_state.SavedState` of an optimizer whose
+    sharded_state: The `update.saved_state.PlainState` of an optimizer whose
       state is sharded, or None. It shows whole slots, by the members of this
       class that savers need: `variables`, `slots`, `set_weights` and so on.
     checkpointed: The object whose children a checkpoint saves: the optimizer,

@@ -18,9 +18,8 @@ If each weight has an owner, the optimizer is built on the whole weights and is
 its own template; see `of_owners`.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -111,26 +110,18 @@ class CheckpointView(_Trackable):
     return self._trackable_children().get(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Template:
-  """An optimizer whose variables have the plain optimizer's order and names.
+class Slot(NamedTuple):
+  """A slot of a weight, in three forms.
 
   Attributes:
-    optimizer: The optimizer, built.
-    weights: The variables that it was built on.
-    slots: For each weight, pairs of a slot and of the optimizer's attribute
-      that holds the slot.
+    named: The template's slot.
+    source: The wrapped optimizer's variable with the value, or a part of it.
+    whole: The slot that savers see.
   """
 
-  optimizer: Optimizer
-  weights: Sequence[Variable]
-  slots: Sequence[Sequence[tuple[str, Any]]]
-
-
-# A function of the index of a weight, the attribute of a slot and the
-# template's slot. It returns the wrapped optimizer's variable that holds
-# the slot (or a part of it), and the whole slot, which savers see.
-FindSlot = Callable[[int, str, Any], tuple[Any, Any]]
+  named: Variable
+  source: Variable
+  whole: Variable
 
 
 class PlainState:
@@ -150,10 +141,14 @@ class PlainState:
     self,
     inner: inner_lib.Inner,
     weights: Sequence[Variable],
-    template: Template,
-    find_slot: FindSlot,
+    template: Optimizer,
+    tiny: Sequence[Variable],
+    slots: Sequence[Sequence[Slot]],
   ) -> None:
-    """Finds where `inner`, which is built, keeps the state of each weight."""
+    """Finds where `inner`, which is built, keeps the state of each weight.
+
+    The template is built on `tiny`. For each weight, `slots` has its slots.
+    """
     self.trainable_variables = list(weights)
     self._indices = {
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
@@ -161,8 +156,7 @@ class PlainState:
     # Maps the id of a variable of the template to the object that savers see
     # instead of this variable.
     self._replacements: dict[int, Any] = {
-      id(tiny): weight
-      for tiny, weight in zip(template.weights, weights, strict=True)
+      id(small): weight for small, weight in zip(tiny, weights, strict=True)
     }
     # Maps the id of a slot of `inner` to the slot's name.
     names = {
@@ -173,22 +167,21 @@ class PlainState:
     # Replace the template's slots by whole slots.
     self._slots: list[dict[str, Any]] = [{} for _ in weights]
     sharded: set[int] = set()
-    for i, of_weight in enumerate(template.slots):
-      for attribute, slot in of_weight:
-        source, whole = find_slot(i, attribute, slot)
-        sharded.add(id(source))
-        self._replacements[id(slot)] = whole
-        self._slots[i][names[id(source)]] = whole
+    for by_name, of_weight in zip(self._slots, slots, strict=True):
+      for slot in of_weight:
+        sharded.add(id(slot.source))
+        self._replacements[id(slot.named)] = slot.whole
+        by_name[names[id(slot.source)]] = slot.whole
     # Both optimizers have the same remaining variables (counts, learning rates)
     # in the same order. Replace those of the template with those of `inner`.
-    listed = keras_private.listed(template.optimizer)
+    listed = keras_private.listed(template)
     remaining = [v for v in listed if id(v) not in self._replacements]
     of_inner = keras_private.listed(inner.optimizer)
     others = [v for v in of_inner if id(v) not in sharded]
     for variable, other in zip(remaining, others, strict=True):
       self._replacements[id(variable)] = other
     self.variables = [self._replacements[id(v)] for v in listed]
-    self.checkpoint_view = self._make_checkpoint_view(template.optimizer)
+    self.checkpoint_view = self._make_checkpoint_view(template)
 
   def index(self, variable: Variable) -> int | None:
     return self._indices.get(id(variables_lib.native(variable)))
@@ -258,21 +251,18 @@ def of_shards(
     plain = _new(inner.optimizer)
     tiny = [inner.make_tiny(weight) for weight in weights]
     plain.build(tiny)
-  template = Template(
-    plain, tiny, _slots_of_all(inner_lib.innermost(plain), len(weights))
-  )
+  named_slots = _slots_of_all(inner_lib.innermost(plain), len(weights))
   count = len(inner.trainable_variables)
   flat_slots = list(map(dict, _slots_of_all(inner.innermost, count)))
-
-  def find_slot(i: int, attribute: str, named: Any) -> tuple[Any, Any]:
-    index, start = places[i]
-    slot = flat_slots[index][attribute]
-    if start is None:
-      return slot, slot
+  slots: list[list[Slot]] = [[] for _ in weights]
+  for i, (index, start) in enumerate(places):
     shape = tf.TensorShape(weights[i].shape)
-    return slot, whole_slots.WholeSlot(named, slot, start, shape, engine)
-
-  return PlainState(inner, weights, template, find_slot)
+    for attribute, named in named_slots[i]:
+      source = whole = flat_slots[index][attribute]
+      if start is not None:
+        whole = whole_slots.WholeSlot(named, source, start, shape, engine)
+      slots[i].append(Slot(named, source, whole))
+  return PlainState(inner, weights, plain, tiny, slots)
 
 
 def of_owners(
@@ -287,8 +277,15 @@ def of_owners(
   group; None if all members update the weight. Raises `ValueError` if the owner
   of a slot is not known.
   """
-  slots = [list(inner.slots(weight).items()) for weight in weights]
-  known = {id(slot) for of_weight in slots for _, slot in of_weight}
+  slots: list[list[Slot]] = []
+  for weight, owner in zip(weights, owners, strict=True):
+    slots.append([])
+    for slot in inner.slots(weight).values():
+      whole = slot
+      if owner is not None:
+        whole = whole_slots.ByVariableSlot(slot, owner, engine)
+      slots[-1].append(Slot(slot, slot, whole))
+  known = {id(slot.source) for of_weight in slots for slot in of_weight}
   for variable in keras_private.listed(inner.optimizer):
     # Scalars, such as counts, are equal on all members.
     if id(variable) not in known and len(variable.shape):
@@ -298,17 +295,8 @@ def of_owners(
         " Store slots in a list parallel to the variables or in a dict keyed by"
         " variable path, or remove `shard_update`."
       )
-
-  def find_slot(i: int, attribute: str, slot: Any) -> tuple[Any, Any]:
-    del attribute
-    owner = owners[i]
-    if owner is None:
-      return slot, slot
-    return slot, whole_slots.ByVariableSlot(slot, owner, engine)
-
   # The optimizer already has whole slots under the plain optimizer's names.
-  template = Template(inner.optimizer, weights, slots)
-  return PlainState(inner, weights, template, find_slot)
+  return PlainState(inner, weights, inner.optimizer, weights, slots)
 
 
 def _new(optimizer: Optimizer) -> Optimizer:
