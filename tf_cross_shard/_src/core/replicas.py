@@ -109,9 +109,10 @@ class Copies:
     Reads only those at `places` in the list if this is given.
     """
     whole_copies = getattr(native(variable), "whole_copies", None)
-    if whole_copies is not None:  # It is a sharded slot.
+    if whole_copies is not None:  # A sharded slot, or a stack of all copies.
       arrays = whole_copies()
-      return arrays if places is None else [arrays[i] for i in places]
+      places = range(len(arrays)) if places is None else places
+      return [np.array(arrays[i]) for i in places]
     copies = list(self._copies(variable))
     if len(copies) == 1:  # All replicas share one variable.
       copies *= len(self.engine.replicas_here)
@@ -123,8 +124,8 @@ class Copies:
     """Sets the copy of each replica of this process to the replica's array."""
     set_copies = getattr(native(variable), "set_copies", None)
     if set_copies is not None:
-      # A sharded slot receives all values in one call. Assigning one replica's
-      # value at a time would copy the whole slot for each replica.
+      # A sharded slot and a stack receive all values in one call. Assigning one
+      # replica's value at a time would copy the whole slot for each replica.
       set_copies(arrays)
       return
     for copy, array in zip(self._copies(variable), arrays, strict=False):

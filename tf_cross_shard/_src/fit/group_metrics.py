@@ -8,7 +8,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -20,8 +20,16 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback, keras_fit, progress
+from tf_cross_shard._src.fit import (
+  group_callback,
+  group_evaluation,
+  keras_fit,
+  progress,
+)
 from tf_cross_shard._src.replica_state import group_models, group_state
+from tf_cross_shard._src.vectorized import strategy as strategy_lib
+
+_GROUP: Final = "group"  # The name of the variable with the group's number.
 
 
 class GroupMetrics(group_callback.GroupCallback):
@@ -129,7 +137,9 @@ class GroupMetrics(group_callback.GroupCallback):
     self._plain: Any = None
     self._members: list[Any] = []
     self._mean: Any = None
-    self._programs: dict[int, Callable[[], None] | None] = {}
+    # Where one program evaluates all groups; None to evaluate one by one.
+    self._stacks: group_evaluation.Stacks | None = None
+    self._programs: dict[int, Callable[[], Any]] = {}
     self._receivers: dict[int, dict[str, Any]] = {}
     self._losses: dict[str, float] = {}
     self.diverged: set[str] = set()
@@ -155,7 +165,7 @@ class GroupMetrics(group_callback.GroupCallback):
     self.diverged = set()
     if self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._build()
-      for model in (self._plain, *([self._mean] if self._members else [])):
+      for model in filter(None, (self._plain, self._mean)):
         self._evaluate(model, "one batch", is_trial=True)
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -178,24 +188,55 @@ class GroupMetrics(group_callback.GroupCallback):
       return
     if self._plain is None:
       self._build()
-    metrics: dict[str, float] = {}
-    state = self._state
-    state.compare_workers("evaluating groups")
+    self._state.compare_workers("evaluating groups")
     group_state.warn_if_collapsed(self.model.optimizer)
+    if self._stacks is None:
+      metrics = self._one_by_one()
+    else:
+      metrics = self._all_at_once(self._stacks)
+    self._warn_of_diverged(epoch, metrics)
+    if logs is not None:
+      logs.update(metrics)
+
+  def _one_by_one(self) -> dict[str, float]:
+    """Evaluates the groups one after the other, and then the ensemble."""
+    metrics: dict[str, float] = {}
     for i, key in enumerate(self.keys):
-      values = group_models.values_of(state, state.groups.assignment[i])
+      members = self._state.groups.assignment[i]
+      values = group_models.values_of(self._state, members)
       for twin in (self._plain, *self._members[i : i + 1]):
         for name, variable in self._receivers[id(twin)].items():
           variable.assign(values[name])
         group_models.finalize(twin)
       self._group.assign(i)
       metrics |= self._evaluate(self._plain, key)
-    if self._members:
+    if self._mean is not None:
       self._group.assign(0)
       metrics |= self._evaluate(self._mean, "ensemble")
-    self._warn_of_diverged(epoch, metrics)
-    if logs is not None:
-      logs.update(metrics)
+    return metrics
+
+  def _all_at_once(self, stacks: group_evaluation.Stacks) -> dict[str, float]:
+    """Evaluates all groups in one program."""
+    values = group_models.values_of_groups(self._state)
+    stacks.assign(values | {_GROUP: np.arange(stacks.groups, dtype=np.int32)})
+    metrics: dict[str, float] = {}
+    with (
+      variables_lib.outside_of_strategies(),
+      per_group_lib.as_group(self._group),
+    ):
+      results = self._program(self._plain)()
+      for i, key in enumerate(self.keys):
+        metrics |= self._named(results, key, i)
+      if self._mean is not None:
+        results = self._program(self._mean)()
+        metrics |= self._named(results, "ensemble", 0)
+    return metrics
+
+  def _named(self, results: Any, run: str, row: int) -> dict[str, float]:
+    return {
+      f"{self.prefix}{name}/{run}": float(values[row])
+      for name, values in results.items()
+    }
 
   def _warn_of_diverged(self, epoch: int, metrics: dict[str, float]) -> None:
     """Warns once of each group, or trial, whose loss is not finite."""
@@ -259,15 +300,38 @@ class GroupMetrics(group_callback.GroupCallback):
       self._plain = make()
       if keras_fit.compile_arguments(self._plain) is None:
         _compile_like(model, self._plain)
-      self._members = []
+      own = group_models.receivers(self._state, self._plain)
+      self._receivers = {id(self._plain): own}
+      self._members, self._mean, self._stacks = [], None, None
+      if num_groups > 1 and self._is_vectorized():
+        own = {_GROUP: self._group, **own}
+        self._stacks = group_evaluation.Stacks(num_groups, own)
       if self._ensemble and num_groups > 1:
-        self._members = [make() for _ in range(num_groups)]
-        self._mean = _mean_of(self._members)
+        if self._stacks is not None:
+          self._mean = _mean_of([self._plain], num_groups)
+        else:
+          self._members = [make() for _ in range(num_groups)]
+          self._mean = _mean_of(self._members)
+          for twin in self._members:
+            receivers = group_models.receivers(self._state, twin)
+            self._receivers[id(twin)] = receivers
         _compile_like(self._plain, self._mean)
-      self._receivers = {
-        id(twin): group_models.receivers(self._state, twin)
-        for twin in (self._plain, *self._members)
-      }
+
+  def _is_vectorized(self) -> bool:
+    """Returns whether one program can evaluate all groups.
+
+    `finalize_state` of a layer computes values that are no variables.
+    """
+    return (
+      isinstance(
+        self.model.distribute_strategy, strategy_lib.VectorizedStrategy
+      )
+      and self._has_program(self._plain)
+      and not any(
+        hasattr(layer, "finalize_state")
+        for layer in keras_private.layers(self._plain)
+      )
+    )
 
   @functools.cached_property
   def _batches(self) -> dict[str, Any]:
@@ -303,23 +367,16 @@ class GroupMetrics(group_callback.GroupCallback):
         variables_lib.outside_of_strategies(),
         per_group_lib.as_group(self._group),
       ):
-        if id(model) not in self._programs:
-          self._programs[id(model)] = self._make_program(model)
-        program = self._programs[id(model)]
+        program = self._program(model)
         if program is None:
           steps = 1 if is_trial else None
           result = model.evaluate(
             **self._batches, verbose=0, return_dict=True, steps=steps
           )
-        elif not is_trial:
-          model.reset_metrics()
-          program()
-          result = model.get_metrics_result()
         else:
-          result = {}
-      for key, value in result.items():
-        some = value if isinstance(value, dict) else {key: value}
-        metrics |= {name: float(number) for name, number in some.items()}
+          result = {} if is_trial else program()
+      flat = group_evaluation.flat(result)
+      metrics = {name: float(number) for name, number in flat.items()}
     if workers is not None:
       [text, *_] = agreement.exchange(
         workers, f"evaluating {run}", json.dumps(metrics), workers.step_timeout
@@ -329,41 +386,37 @@ class GroupMetrics(group_callback.GroupCallback):
       f"{self.prefix}{key}/{run}": value for key, value in metrics.items()
     }
 
-  def _make_program(self, model: Any) -> Callable[[], None] | None:
+  def _program(self, model: Any) -> Any:
     """Returns a function that evaluates all of the data in one call.
 
-    `evaluate` takes 20 ms of Python, however small model and data are. None
-    where the user's code or other data than a dataset need it.
+    None where the user's code or other data than a dataset need `evaluate`.
     """
-    base, kind = keras_private.keras_of(model).Model, type(model)
-    hooks = "evaluate", "make_test_function", "test_step", "reset_metrics"
-    data = self._batches["x"]
-    if (
-      not isinstance(data, tf.data.Dataset)
-      or set(self._batches) - {"x", "batch_size"}
-      or self._batches.get("batch_size")
-      or model.run_eagerly
-      or any(getattr(kind, hook) is not getattr(base, hook) for hook in hooks)
-    ):
+    if not self._has_program(model):
       return None
-    # Eagerly, so that Keras creates the metrics outside the function.
-    for batch in data.take(1):
-      model.test_step(batch)
+    if id(model) not in self._programs:
+      make = self._stacks.program if self._stacks else group_evaluation.program
+      self._programs[id(model)] = make(model, self._batches["x"])
+    return self._programs[id(model)]
 
-    # An iterator: a dataset in a function is optimized again in each call.
-    @tf.function
-    def evaluate(iterator: Any) -> None:
-      for batch in iterator:
-        model.test_step(batch)
+  def _has_program(self, model: Any) -> bool:
+    return (
+      isinstance(self._batches["x"], tf.data.Dataset)
+      and not set(self._batches) - {"x", "batch_size"}
+      and not self._batches.get("batch_size")
+      and group_evaluation.is_traceable(model)
+    )
 
-    return lambda: evaluate(iter(data))
 
-
-def _mean_of(members: list[Any]) -> Any:
+def _mean_of(members: list[Any], groups: int | None = None) -> Any:
   """Returns a model that averages the members' predictions and added losses.
 
   `replica_state.ensemble` is of no use here: it clones the models again, and it
   supports functional models only.
+
+  Args:
+    members: A plain model for each group.
+    groups: The number of groups, if there is one member instead, and the
+      program for all groups gives it the variables of each group.
   """
   keras = keras_private.keras_of(members[0])
 
@@ -373,6 +426,9 @@ def _mean_of(members: list[Any]) -> Any:
       self.members = members
 
     def call(self, inputs: Any) -> Any:
+      if groups is not None:
+        output = self.members[0](inputs, training=False)
+        return tf.nest.map_structure(self.over_groups, output)
       outputs = []
       for i, member in enumerate(self.members):
         with per_group_lib.as_group(i):
@@ -383,7 +439,16 @@ def _mean_of(members: list[Any]) -> Any:
 
     @property
     def losses(self) -> Any:
-      return [loss / len(members) for loss in super().losses]
+      if groups is not None:
+        return list(map(self.over_groups, self.members[0].losses))
+      losses = []
+      for i, member in enumerate(self.members):
+        with per_group_lib.as_group(i):
+          losses += [loss / len(members) for loss in member.losses]
+      return losses
+
+    def over_groups(self, tensor: tf.Tensor) -> tf.Tensor:
+      return group_evaluation.mean_over_groups(tensor, groups or 1)
 
   mean = Mean()
   # Keras assigns losses and metrics to several outputs by these names.

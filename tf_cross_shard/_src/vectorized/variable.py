@@ -13,6 +13,7 @@ aggregated on reading, as metrics are. An assignment on the host sets all rows.
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -125,6 +126,17 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     stack = _read(self.stack_handle, self._dtype)
     stack.set_shape(self._with_rows(self._shape))
     return stack
+
+  def whole_copies(self) -> Sequence[np.ndarray]:
+    """Returns the copies of all replicas; they may change with the variable."""
+    return list(self.read_stack().numpy())
+
+  def set_copies(self, arrays: Sequence[np.ndarray]) -> None:
+    """Sets the copy of each replica."""
+    rows = tf.ensure_shape(np.stack(arrays), self._with_rows(self._shape))
+    tf.raw_ops.AssignVariableOp(
+      resource=self.stack_handle, value=tf.cast(rows, self._dtype)
+    )
 
   def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
     if _in_replica():
