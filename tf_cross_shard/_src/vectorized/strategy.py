@@ -491,21 +491,23 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     """
     if replica_context.in_replica_program():  # In a merge call.
       return self._replica_ctx_all_reduce(operation, [value])[0]
-    # A value that is not per replica counts once for each replica.
-    parts = self._local_results(value)
     if axis is None and isinstance(value, arguments.ReplicaValues):
-      # Keras adds up the replicas' examples, to learn their shape.
+      # Keras adds up the replicas' examples in each `fit`, for their shape.
       parts = value.equal_parts()
+    else:
+      parts = self._local_results(value)
+    # A value that is not per replica counts once for each replica.
     parts = parts * (self._count // len(parts))
     tensors = [tf.convert_to_tensor(part) for part in parts]
-    size = tf.add_n(list(map(tf.size, tensors)))
+    # How many elements are added up in each element of the sum.
+    count: Any = self._count
     if axis is not None:
+      size = tf.add_n(list(map(tf.size, tensors)))
       tensors = [tf.reduce_sum(x, axis) for x in tensors]
+      count = size // tf.maximum(tf.size(tensors[0]), 1)
     total = tf.add_n(tensors)
     if operation == tf.distribute.ReduceOp.SUM:
       return total
-    # How many elements are added up in each element of `total`.
-    count = size // tf.maximum(tf.size(total), 1)
     return total / tf.cast(count, total.dtype)
 
   def _reduce_to(

@@ -226,7 +226,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Assigns one value to all copies."""
     shape = self._shape.merge_with(value.shape)
     value.set_shape(shape)
-    rows = tf.repeat(value[tf.newaxis], self._count, axis=0)
+    rows = tf.stack([value] * self._count)
     operation(resource=self.stack_handle, value=rows)
     return self
 
