@@ -374,17 +374,26 @@ def test_evaluate_and_predict_warn_at_the_call(
   caplog: pytest.LogCaptureFixture, strategy: VectorizedStrategy
 ) -> None:
   x = np.ones([2 * N, 3], np.float32)
-  for call in ("evaluate", "predict"):
+  options: dict[str, Any] = {"batch_size": 2 * N, "verbose": 0}
+
+  def mixed() -> int:
+    texts = [record.getMessage() for record in caplog.records]
+    return sum("describes none of the groups" in text for text in texts)
+
+  for call in ("evaluate", "predict", "fit"):
     with strategy.scope():
       model = testbed.network(1)
       model.compile(
         CrossShardOptimizer("sgd", group_assignment=groups.singletons(N)), "mse"
       )
     caplog.clear()
+    model.fit(x, x[:, :1], **options)  # No warning: nothing is evaluated.
+    assert not mixed()
     for _ in range(2):
       if call == "evaluate":
-        model.evaluate(x, x[:, :1], batch_size=2 * N, verbose=0)
+        model.evaluate(x, x[:, :1], **options)
+      elif call == "predict":
+        model.predict(x, **options)
       else:
-        model.predict(x, batch_size=2 * N, verbose=0)
-    texts = [record.getMessage() for record in caplog.records]
-    assert sum("describes none of the groups" in text for text in texts) == 1
+        model.fit(x, x[:, :1], validation_data=(x, x[:, :1]), **options)
+    assert mixed() == 1

@@ -123,7 +123,10 @@ class GroupWarnings:
     """Warns if groups were overwritten, or if Keras evaluates wrong weights."""
     self.check()
     is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
-    if not self.is_evaluated_by_group and not is_alike:
+    # Where a strategy knows when Keras evaluates, it gives the warning then.
+    extended = self._engine.strategy.extended
+    warns_at_call = getattr(extended, "warns_before_evaluating", False)
+    if not (self.is_evaluated_by_group or is_alike or warns_at_call):
       self.before_evaluating()
     if (
       has_sharded_averages

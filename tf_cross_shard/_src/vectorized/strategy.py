@@ -168,6 +168,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
   should_checkpoint = True
   should_save_summary = True
   _global_batch_size = True
+  warns_before_evaluating = True  # In `run`.
   # Whether replicas' programs are traced for XLA.
   _for_xla: bool | None = None
 
