@@ -327,6 +327,23 @@ def test_members_of_a_group_stay_bitwise_equal(
     assert len({copy.tobytes() for copy in testbed.copies(variable)}) == 1
 
 
+def test_each_replica_draws_its_own_numbers_from_a_generator() -> None:
+  drawn = []
+  for strategy in (testbed.mirrored(), VectorizedStrategy(N)):
+    with strategy.scope():
+      generator = tf.random.Generator.from_seed(1)
+
+    @tf.function
+    def draw(strategy: Any = strategy, generator: Any = generator) -> Any:
+      return strategy.run(lambda: generator.normal([3]))
+
+    drawn.append(
+      [testbed.per_replica_results(strategy, draw()) for _ in range(2)]
+    )
+  assert drawn[0] == drawn[1]
+  assert len({tuple(row) for rows in drawn[1] for row in rows}) == 2 * N
+
+
 def test_only_the_last_call_of_a_window_sums() -> None:
   """The condition is the same everywhere, so one branch runs."""
   strategy = VectorizedStrategy(N)

@@ -136,6 +136,22 @@ CONTROL_FLOW: dict[str, Step] = {
 }
 
 
+@pytest.mark.parametrize("jit", [None, True])
+def test_the_counter_of_a_generator_carries(jit: bool | None) -> None:
+  """Its low word is 5 below the end, and each number counts 256."""
+
+  def step(state: Any, x: tf.Tensor) -> tf.Tensor:
+    arguments = {
+      "resource": state.handle,
+      "alg": 1,
+      "delta": tf.cast(tf.abs(x) * 4.0, tf.uint64),
+    }
+    # The second call sees what the first one has changed.
+    return tf.stack([tf.raw_ops.RngReadAndSkip(**arguments) for _ in range(2)])
+
+  _compare(step, initial=np.array([-5, 7, 11]), jit=jit, rtol=0)
+
+
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 def test_control_flow(name: str) -> None:
   _compare(CONTROL_FLOW[name])

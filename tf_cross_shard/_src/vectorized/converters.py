@@ -228,6 +228,27 @@ def _slice_assign(call: Call) -> Any:
   return _raw.AssignVariableOp(resource=call.input(0)[0], value=changed)
 
 
+@converts("RngReadAndSkip")
+def _skip_random_numbers(call: Call) -> Any:
+  """Returns the state of a tf.random.Generator, and moves it on.
+
+  The state of the Philox algorithm has three words: the low word and the high
+  word of a counter, and a key. TensorFlow counts 256 for each number.
+  """
+  handle, (delta, _, _) = call.input(0)[0], call.input(2)
+  state = _raw.ReadVariableOp(resource=handle, dtype=tf.int64)
+  if (
+    not vectorizer.has_stack(call, 0) or _is_part(call) or state.shape[-1] != 3
+  ):
+    raise vectorizer.cannot_vectorize(call.op_type)
+  low, high, key = tf.unstack(tf.bitcast(state, tf.uint64), axis=-1)
+  next_low = low + delta * 256
+  next_high = high + tf.cast(next_low < low, tf.uint64)  # Carry.
+  moved = tf.stack([next_low, next_high, key], axis=-1)
+  assign_rows(call, handle, tf.bitcast(moved, tf.int64))
+  return [wrap(state, True)]
+
+
 # Exchanges between replicas.
 
 
