@@ -124,7 +124,66 @@ def _nested(variable: Any, x: tf.Tensor) -> tf.Tensor:
   return tf.cond(x > 0.0, positive, lambda: x)
 
 
+def _add_one(variable: Any) -> tf.Tensor:
+  return tf.identity(variable.assign_add(tf.ones([4, 2])))
+
+
+def _branch_in_loop(variable: Any, x: tf.Tensor) -> None:
+  def body(count: tf.Tensor) -> list[tf.Tensor]:
+    tf.cond(x > 1.0, lambda: _add_one(variable), lambda: tf.identity(variable))
+    return [count + 1.0]
+
+  tf.while_loop(lambda count: count < 2.0 + x, body, [0.0])
+
+
+def _branch_after_assertion(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  def positive() -> tf.Tensor:
+    tf.debugging.assert_positive(x)
+    return tf.cond(x > 1.0, lambda: _add_one(variable), lambda: variable * 1.0)
+
+  return tf.cond(x > 0.0, positive, lambda: variable * 2.0)
+
+
+def _assertion_in_branch(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  def small() -> tf.Tensor:
+    return tf.cond(
+      x > 0.0,
+      lambda: (tf.debugging.assert_positive(x), _add_one(variable))[1],
+      lambda: _add_one(variable) * x,
+    )
+
+  return tf.cond(x < 1.0, small, lambda: variable * 1.0)
+
+
+def _gradient_after_assertion(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = tf.cond(
+      x > 0.0,
+      lambda: (tf.debugging.assert_positive(x), tf.tanh(variable * x))[1],
+      lambda: variable * x,
+    )
+  return tape.gradient(y, x)
+
+
+def _gradient_of_shared_branch(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = tf.cond(
+      tf.constant(True),  # The same on all replicas.
+      lambda: tf.tanh(variable * x),
+      lambda: tf.exp(x) * variable,
+    )
+  return tape.gradient(y, x)
+
+
 CONTROL_FLOW: dict[str, Step] = {
+  "branch in a loop": _branch_in_loop,
+  "branch after an assertion": _branch_after_assertion,
+  "assertion in a branch": _assertion_in_branch,
+  "gradient after an assertion": _gradient_after_assertion,
+  "gradient of a shared branch": _gradient_of_shared_branch,
+  "powers": lambda v, x: (x * v)[..., tf.newaxis] ** [[[0.0, 1.0, 2.0]]],
   "nested branches": _nested,
   "own number of steps": _steps_of_its_own,
   "gradient of a loop": _gradient_through_loop,
@@ -171,6 +230,45 @@ def test_gradients_of_branches() -> None:
     return tape.gradient(y, x)
 
   _compare(step, rtol=1e-5)
+
+
+def test_a_variable_from_outside_in_a_branch() -> None:
+  strategy, shared = VectorizedStrategy(N), tf.Variable(0.0)
+
+  def step(x: tf.Tensor) -> None:
+    tf.cond(x > 0.0, lambda: shared.assign_add(x), lambda: tf.identity(shared))
+
+  strategy.run(step, (testbed.per_replica(strategy, VALUES),))
+  assert float(shared) == 2.25
+
+
+def _gradient_of_nested(variable: Any, x: tf.Tensor) -> tf.Tensor:
+  with tf.GradientTape() as tape:
+    tape.watch(x)
+    y = tf.cond(
+      x > 0.0,
+      lambda: tf.cond(x > 1.0, lambda: tf.tanh(x), lambda: tf.sin(x)),
+      lambda: x * x,
+    )
+  return tape.gradient(y, x)
+
+
+def test_gradients_of_nested_branches() -> None:
+  _compare(_gradient_of_nested, jit=True)
+  with pytest.raises(NotImplementedError, match=r"inside another conditional"):
+    _compare(_gradient_of_nested)
+
+
+def test_a_choice_between_lists() -> None:
+  def step(variable: Any, x: tf.Tensor) -> tf.Tensor:
+    array = tf.TensorArray(tf.float32, 1)
+    array = tf.cond(
+      x > 0.0, lambda: array.write(0, x), lambda: array.write(0, 2.0 * x)
+    )
+    return array.read(0)
+
+  with pytest.raises(NotImplementedError, match=r"chooses between lists"):
+    _compare(step)
 
 
 def test_a_loop_with_gradients_that_replicas_leave_one_by_one() -> None:

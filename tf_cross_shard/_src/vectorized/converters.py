@@ -71,7 +71,12 @@ def _is_initialized(call: Call) -> Any:
 def values_of(call: Call, i: int = 0) -> tf.Tensor:
   """Returns the variable of handle i, with a row for each replica here."""
   dtype = call.op.get_attr("dtype" if "dtype" in call.op.node_def.attr else "T")
-  value = _raw.ReadVariableOp(resource=call.input(i)[0], dtype=dtype)
+  return _read_rows(call, call.input(i)[0], tf.as_dtype(dtype))
+
+
+def _read_rows(call: Call, handle: tf.Tensor, dtype: Any) -> tf.Tensor:
+  """Returns a variable with a row for each replica here."""
+  value = _raw.ReadVariableOp(resource=handle, dtype=dtype)
   return tf.gather(value, call.pfor.all_indices) if _is_part(call) else value
 
 
@@ -110,12 +115,14 @@ def assign_rows(
 ) -> tf.Operation:
   """Assigns, adds or subtracts a value for each replica that takes part."""
   whole, part, outside = _ASSIGN[kind]
+  if _mask(call) is not None:
+    other = (
+      outside(values) if outside else _read_rows(call, handle, values.dtype)
+    )
+    values = vectorizer.select(_mask(call), values, other)
   if _is_part(call):
     indices = call.pfor.all_indices
     return part(resource=handle, indices=indices, updates=values)
-  if _mask(call) is not None:
-    other = outside(values) if outside else _values_of(handle, values)
-    values = vectorizer.select(_mask(call), values, other)
   return whole(resource=handle, value=values)
 
 
@@ -131,10 +138,6 @@ def _assigning(kind: str) -> Any:
   return convert
 
 
-def _values_of(handle: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-  return _raw.ReadVariableOp(resource=handle, dtype=like.dtype)
-
-
 def _assign_outside(call: Call, operation: Any) -> Any:
   """Assigns to a variable that was created outside the scope, once."""
   value, is_stacked, _ = call.input(1)
@@ -145,10 +148,16 @@ def _assign_outside(call: Call, operation: Any) -> Any:
         " outside of the strategy's scope, so there is one value for all"
         " replicas. Create the variable inside `with strategy.scope():`."
       )
-  elif is_stacked:  # Every replica adds its own value.
+    if _is_part(call) or _mask(call) is not None:
+      raise vectorizer.cannot_vectorize(
+        f"{call.op_type}, on a variable from outside of the strategy's scope"
+        " and in a conditional that replicas do not share,"
+      )
+  else:  # Every replica adds its own value.
+    value = rows(call, 1)
+    if _mask(call) is not None:
+      value = vectorizer.select(_mask(call), value, tf.zeros_like(value))
     value = tf.reduce_sum(value, axis=0)
-  else:
-    value *= tf.cast(vectorizer.num_rows(call.pfor), value.dtype)
   return operation(resource=call.input(0)[0], value=value)
 
 
@@ -179,7 +188,8 @@ def _scattering(operation: Any, adds: bool) -> Any:
       updates = tf.reshape(updates, [-1, *[1] * (indices.shape.rank - 2)])
       updates = tf.broadcast_to(updates, tf.shape(indices)[:-1])
     if _mask(call) is not None:
-      present = tf.gather_nd(_values_of(handle, updates), places)
+      stack = _raw.ReadVariableOp(resource=handle, dtype=updates.dtype)
+      present = tf.gather_nd(stack, places)
       other = tf.zeros_like(updates) if adds else present
       updates = vectorizer.select(_mask(call), updates, other)
     return operation(ref=handle, indices=places, updates=updates)
@@ -294,12 +304,12 @@ def _replica_id(call: Call) -> Any:
 def _all_reduce(call: Call) -> Any:
   if replica_context.ALL_TO_ALL in call.op.name:
     return _all_to_all(call)
-  groups, (rows, is_stacked, _) = _Groups(call), call.input(0)
+  groups, (value, is_stacked, _) = _Groups(call), call.input(0)
   if not is_stacked:
-    return [wrap(rows * tf.cast(groups.size, rows.dtype), False)]
+    return [wrap(value * tf.cast(groups.size, value.dtype), False)]
   if groups.size == 1:
-    return [wrap(rows, True)]
-  sums = groups.sums(rows)
+    return [wrap(value, True)]
+  sums = groups.sums(value)
   if len(groups.assignment) == 1:
     return [wrap(sums[0], False)]
   return [wrap(tf.gather(sums, groups.group_of), True)]
@@ -387,10 +397,11 @@ def _transcendental(call: Call) -> Any:
   from the others. So the tensor is padded to whole vectors. What depends on a
   replica's own examples (tensors that are no scalars) needs no such care.
   """
-  if call.op.outputs[0].shape.rank != 0 and call.op_type != "Pow":
-    return vectorizer.convert_by_pfor(call)
   rank = call.op.outputs[0].shape.rank
-  if rank is None or any(x.shape.rank not in (0, rank) for x in call.op.inputs):
+  shapes = [x.shape for x in call.op.inputs if x.shape.rank != 0]
+  is_simple = all(x.is_fully_defined() and x == shapes[0] for x in shapes)
+  # Roots of whole weights, as in Ftrl, are powers.
+  if rank != 0 and not (call.op_type == "Pow" and rank and is_simple):
     return vectorizer.convert_by_pfor(call)
   inputs = [rows(call, i) for i in range(call.num_inputs)]
   shape = tf.shape(max(inputs, key=lambda x: x.shape.rank))

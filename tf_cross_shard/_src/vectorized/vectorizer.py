@@ -58,8 +58,9 @@ _lock: Final = threading.RLock()
 # pfor's own converters, of those that this package replaces.
 _replaced: Final[dict[str, Converter]] = {}
 _looped: collections.Counter[str] = collections.Counter()
-# The optionals of both branches, by the id of the one that stands for both.
-_of_branches: Final[dict[int, tuple[Wrapped, Wrapped]]] = {}
+# The optionals of both branches, and how the conditional was converted, by the
+# id of the optional that stands for both.
+_of_branches: Final[dict[int, tuple[Wrapped, Wrapped, Any]]] = {}
 _fallback: Final[Any] = getattr(pfor, "_fallback_converter", None)
 
 
@@ -348,30 +349,48 @@ def _convert_if(call: Call) -> Any:
   inputs = call.inputs[1:]
   if not differs:
     return _result(call, _branch_together(call, condition, branches, inputs))
-  convert = _branch_by_rows
-  if all(map(_is_harmless, branches)):
+  # The gradient of a conditional reads what the conditional has kept.
+  kept = [_of_branches[id(x.t)][2] for x in inputs if id(x.t) in _of_branches]
+  if kept:
+    convert = kept[0]
+  elif all(map(_is_harmless, branches)):
     convert = _branch_by_mask
-  return _result(call, convert(call, condition, branches, inputs))
+  else:
+    convert = _branch_by_rows
+  results = convert(call, condition, branches, inputs)
+  return _result(call, _merge(call, branches[1], results, convert))
 
 
 def _branch_together(
   call: Call, condition: Any, branches: Sequence[Any], inputs: Any
 ) -> list[Wrapped]:
   """Converts a conditional whose condition is the same on all replicas."""
+  are_optional = list(map(_is_optional, branches[1].outputs))
 
   def convert(branch: Any) -> list[tf.Tensor]:
     outputs = _inline(call.pfor, branch, inputs)
-    return [with_rows(call, output) for output in outputs]
+    return [
+      output.t if is_optional else with_rows(call, output)
+      for output, is_optional in zip(outputs, are_optional, strict=True)
+    ]
 
   outputs = tf.cond(
     condition, lambda: convert(branches[1]), lambda: convert(branches[0])
   )
-  return [wrap(x, True) for x in outputs or ()]
+  if not are_optional:
+    return []
+  outputs = outputs if isinstance(outputs, list) else [outputs]
+  return [wrap(x, not y) for x, y in zip(outputs, are_optional, strict=True)]
+
+
+# What both branches return for a conditional, and a function that merges two
+# tensors of them.
+_Results = tuple[list[list[Wrapped]], Callable[[Wrapped, Wrapped], tf.Tensor]]
 
 
 def _branch_by_mask(
   call: Call, condition: Any, branches: Sequence[Any], inputs: Any
-) -> list[Wrapped]:
+) -> _Results:
   """Computes both branches for all replicas, and selects.
 
   This works with static shapes, and so with XLA.
@@ -385,21 +404,24 @@ def _branch_by_mask(
   def merge(other: Wrapped, then: Wrapped) -> tf.Tensor:
     return select(condition, with_rows(call, then), with_rows(call, other))
 
-  return _merge(results, merge)
+  return results, merge
 
 
 def _branch_by_rows(
   call: Call, condition: Any, branches: Sequence[Any], inputs: Any
-) -> list[Wrapped]:
+) -> _Results:
   """Computes each branch for the replicas that are in it."""
   number = tf.cast(condition, tf.int32)
   replicas = tf.dynamic_partition(call.pfor.all_indices, number, 2)
   rows = tf.range(call.pfor.loop_len_vector[0])
   places = tf.dynamic_partition(rows, number, 2)
-  results = []
+  outer, results = getattr(call.pfor, "mask", None), []
   for i, branch in enumerate(branches):
     given = pfor._partition_inputs_for_indices(_inputs_of(i, inputs), places[i])
-    results.append(_inline(call.pfor, branch, given, indices=replicas[i]))
+    mask = None if outer is None else tf.gather(outer, places[i])
+    results.append(
+      _inline(call.pfor, branch, given, mask=mask, indices=replicas[i])
+    )
 
   def merge(*parts: Wrapped) -> tf.Tensor:
     rows = [
@@ -408,23 +430,33 @@ def _branch_by_rows(
     ]
     return tf.dynamic_stitch(places, rows)
 
-  return _merge(results, merge)
+  return results, merge
 
 
-def _merge(
-  results: Sequence[Sequence[Wrapped]],
-  merge: Callable[[Wrapped, Wrapped], tf.Tensor],
-) -> list[Wrapped]:
+def _merge(call: Call, branch: Any, merging: _Results, way: Any) -> list[Any]:
   """Merges the outputs of two branches that different replicas take."""
+  results, merge = merging
   merged = []
-  for other, then in zip(*results, strict=True):
-    if then.t.dtype == tf.variant:
-      # An optional: the same branch of the gradient's conditional reads it.
-      _of_branches[id(then.t)] = other, then
+  for output, other, then in zip(branch.outputs, *results, strict=True):
+    if _is_optional(output):
+      # The same branch of the gradient's conditional reads it.
+      _of_branches[id(then.t)] = other, then, way
+      merged.append(then)
+    elif then.t.dtype != tf.variant:
+      merged.append(wrap(merge(other, then), True))
+    elif other.t is then.t:
       merged.append(then)
     else:
-      merged.append(wrap(merge(other, then), True))
+      raise cannot_vectorize(f"{call.op_type}, which chooses between lists,")
   return merged
+
+
+def _is_optional(tensor: tf.Tensor) -> bool:
+  """Returns whether a tensor of the original graph is an optional."""
+  kind = tensor.op.type
+  if kind == "Identity":
+    return _is_optional(tensor.op.inputs[0])
+  return kind in ("OptionalFromValue", "OptionalNone")
 
 
 def _inputs_of(branch: int, inputs: Sequence[Wrapped]) -> list[Wrapped]:
@@ -498,6 +530,11 @@ def _convert_while(call: Call) -> Any:
 
   is_partial = call.pfor.all_indices_partitioned
   if is_partial or not isinstance(num_rows(call.pfor), int):
+    # There, pfor calls the places of rows in this part the replicas' numbers.
+    if any(x.dtype == tf.resource and x.consumers() for x in test.inputs):
+      raise cannot_vectorize(
+        f"{call.op_type}, a loop in a conditional whose test reads variables,"
+      )
     return _replaced["While"](call)
   # A variable that is shared at first has rows if the body gives it rows.
   while True:
@@ -554,6 +591,11 @@ def _convert_while(call: Call) -> Any:
 
 @converts("OptionalFromValue")
 def _convert_optional(call: Call) -> Any:
+  for before, x in zip(call.op.inputs, call.inputs, strict=True):
+    if before.dtype == tf.variant and not x.is_stacked:
+      raise cannot_vectorize(
+        "If, inside another conditional, with gradients outside of XLA,"
+      )
   rows = [with_rows(call, x) for x in call.inputs]
   return [wrap(tf.raw_ops.OptionalFromValue(components=rows), False)]
 
