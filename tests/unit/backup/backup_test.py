@@ -10,7 +10,7 @@ import re
 import signal
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,12 @@ import tf_cross_shard
 import tf_cross_shard.tf_keras
 from tests.support import fit_outcome, testbed
 from tests.support import replica_state_cases as cases
-from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  callbacks,
+  replica_state,
+)
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
@@ -78,6 +83,12 @@ def _terminate() -> None:
   os.kill(os.getpid(), signal.SIGTERM)
 
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+  "groups": testbed.mirrored,
+  "vectorized groups": lambda: VectorizedStrategy(testbed.REPLICAS),
+}
+
+
 def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   """Trains a new model; returns the history and the state of all replicas."""
   library = tf_keras if "tf_keras" in kind else tf.keras
@@ -86,12 +97,13 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     options["steps_per_execution"] = 3 if "ragged" in kind else 2
   listed = list(others)
   strategy = tf.distribute.get_strategy()
-  if kind == "groups":
-    strategy = testbed.mirrored()
+  is_grouped = kind in STRATEGIES
+  if is_grouped:
+    strategy = STRATEGIES[kind]()
     outer = callbacks.OuterOptimizer(3)
     listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
   with strategy.scope():
-    model = _model(GROUPS if kind == "groups" else None, library, **options)
+    model = _model(GROUPS if is_grouped else None, library, **options)
   data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
   if "ragged" in kind:  # of three batches, and of one
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=listed)
@@ -109,6 +121,7 @@ def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
   ("kind", "at_end", "within"),
   [
     ("groups", 4, 2),
+    ("vectorized groups", 4, 2),
     ("tf_keras", 4, 2),
     ("tf_keras, executions", 4, 2),
     ("one device, ragged executions", 6, 3),  # as Keras 3 counts

@@ -210,7 +210,9 @@ def test_clones_have_functions_vocabularies_and_seeds(
 
 # ------------------------------------------------------------------ copy_group
 
-# The strategy, Keras, groups, optimizer, and arguments of the wrapper.
+# The strategy, Keras, groups, optimizer, and arguments of the wrapper. The test
+# compares bits, so replicas are not one program, where a place in the stack
+# decides how activations are rounded.
 COPIES: dict[str, tuple[str, str, Any, Any, dict[str, Any]]] = {
   "alone": ("mirrored", "keras", [[3], [1], [0], [2]], "Adam", {}),
   "shards": ("mirrored", "keras", CROSSED, "Adam", {"shard_update": True}),
@@ -220,8 +222,6 @@ COPIES: dict[str, tuple[str, str, Any, Any, dict[str, Any]]] = {
   ),
   "scaled": ("mirrored", "keras", CROSSED, "scaled", {}),
   "tf_keras": ("mirrored", "tf_keras", CROSSED, "Adam", {}),
-  # Not where replicas are one program: a replica's place in the stack decides
-  # how its products are rounded.
   "legacy": ("mirrored", "tf_keras", CROSSED, "legacy", {}),
 }
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
+  VectorizedStrategy,
   callbacks,
   groups,
   replica_state,
@@ -64,9 +65,12 @@ def _layers(scale: Any, dropout: float) -> list[Any]:
 
 
 def _make(
-  settings: Any = SETTINGS, dropout: float = 0.0, **options: Any
+  settings: Any = SETTINGS,
+  dropout: float = 0.0,
+  strategy: Any = None,
+  **options: Any,
 ) -> tuple[Any, trials.Table]:
-  with testbed.mirrored().scope():
+  with (strategy or testbed.mirrored()).scope():
     table = trials.Table(settings, PAIRS)
     model = tf.keras.Sequential(_layers(_scale_of(table), dropout))
     sgd = tf.keras.optimizers.SGD(1.0, momentum=0.5)
@@ -122,10 +126,13 @@ def _plain(settings: dict[str, float], epochs: int) -> tuple[Any, list[float]]:
   return model, history["val_loss"]
 
 
+@pytest.mark.parametrize(
+  "strategy", [None, VectorizedStrategy(4)], ids=["mirrored", "vectorized"]
+)
 def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
-  tmp_path: pathlib.Path,
+  strategy: Any, tmp_path: pathlib.Path
 ) -> None:
-  model, table = _make()
+  model, table = _make(strategy=strategy)
   assert model.distribute_strategy.num_replicas_in_sync == 4
   halving = callbacks.Halving(
     table, tmp_path / "new", epochs=4, factor=2, log_dir=tmp_path / "board"
