@@ -2,15 +2,17 @@
 
 import functools
 import inspect
+import pathlib
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer
+from tests.support import logical_devices, testbed
+from tf_cross_shard import CrossShardOptimizer, replica_state
 
 keras = tf.keras
 SGD = keras.optimizers.SGD
@@ -312,6 +314,8 @@ class TestBadInput:
       optimizer.compute_gradients(lambda: tf.constant(1.0))
     with pytest.raises(ValueError, match="`gate_gradients`"):
       optimizer.minimize(lambda: weight[0], var_list=[weight], gate_gradients=7)
+    with pytest.raises(TypeError, match="`global_step` .*got 3"):
+      optimizer.minimize(lambda: weight[0], 3, [weight])
     with pytest.raises(ValueError, match=r"`var_list`.*at least one"):
       optimizer.minimize(lambda: weight[0], var_list=[])
     total = CrossShardOptimizer("sgd", "sum")
@@ -375,3 +379,37 @@ def test_arguments_of_the_constructor() -> None:
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
   ]
   assert keyword_only == list(signature.parameters)[4:]
+
+
+def test_two_fits_in_two_threads_with_two_strategies(
+  tmp_path: pathlib.Path,
+) -> None:
+  def make(seed: int) -> Any:
+    devices = [f"{logical_devices.KIND}:{i}" for i in range(2)]
+    with tf.distribute.MirroredStrategy(devices).scope():
+      model = testbed.one_weight()
+      # Windows in shards use collectives.
+      optimizer = CrossShardOptimizer(
+        "adam", accumulate_steps=2, shard_update=True
+      )
+      model.compile(optimizer, "mse")
+      model.set_weights([np.full([1, 1], seed)])
+    return model
+
+  def fit(model: Any) -> list[np.ndarray]:
+    arrays = np.arange(64.0).reshape(64, 1) / 64, np.ones([64, 1])
+    data = tf.data.Dataset.from_tensor_slices(arrays).batch(2)
+    testbed.fit(model, data, epochs=8)
+    return testbed.copies(model.weights[0])
+
+  models = [make(seed) for seed in (1, 2)]
+  for i, model in enumerate(models):
+    fit(model)  # Traces, so that the threads below run at the same time.
+    replica_state.save(tmp_path / str(i), model.optimizer, model)
+  expected = list(map(fit, models))
+  assert not np.array_equal(*expected)
+  for i, model in enumerate(models):
+    replica_state.restore(tmp_path / str(i), model.optimizer, model)
+  with futures.ThreadPoolExecutor(2) as threads:
+    found = list(threads.map(fit, models, timeout=600))
+  np.testing.assert_array_equal(found, expected)
