@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import VectorizedStrategy, keras3, replica_state
 
 GROUPS = [[0, 2], [3, 1]]
 STEPS = 3
@@ -210,3 +210,45 @@ def test_replicas_of_one_program(
     held.append(replica_state.group_values(weights[0], optimizer))
   np.testing.assert_allclose(*held, rtol=2e-6, atol=1e-6)
   assert np.abs(held[0][0] - held[0][1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+  ("numbers", "own"),
+  [
+    ({"clipnorm": [0.0, 0.3]}, [{}, {"clipnorm": 0.3}]),
+    ({"global_clipnorm": [0.3, 0.0]}, [{"global_clipnorm": 0.3}, {}]),
+    ({"clipvalue": [0.0, 0.3]}, [{}, {"clipvalue": 0.3}]),
+    (
+      {"clipnorm": [0.0, 0.3], "clipvalue": [0.1, 0.1]},
+      [{"clipvalue": 0.1}, {"clipnorm": 0.3}],
+    ),
+  ],
+)
+def test_limits_of_replicas_of_one_program(
+  numbers: dict[str, list[float]], own: list[dict[str, float]], dtype: str
+) -> None:
+  """A limit of 0 does not clip, in the groups that have it."""
+  strategy = VectorizedStrategy(2)
+  values = {name: value.astype(dtype) for name, value in VALUES.items()}
+  grads = [rows[:, :2].astype(dtype) for rows in GRADS]
+  # A norm of 0, which limits of 0 would divide by.
+  grads[1][0] = 0
+  weights, optimizer = training.build(
+    "keras",
+    lambda library: library.optimizers.SGD(1.0),
+    values,
+    strategy,
+    group_assignment=[[0], [1]],
+    group_settings=numbers,
+  )
+  training.train(weights, optimizer, grads, strategy=strategy)
+  tolerance = 1e-6 if dtype == "float32" else 1e-14
+  for group, limits in enumerate(own):
+    plain = training.make_weights("keras", values)
+    sgd = keras.optimizers.SGD(1.0, **limits)
+    training.train_plain(plain, sgd, grads, [group])
+    for weight, expected in zip(weights, plain, strict=True):
+      np.testing.assert_allclose(
+        testbed.copies(weight)[group], expected, tolerance, tolerance
+      )

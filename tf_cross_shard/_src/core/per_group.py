@@ -338,23 +338,26 @@ class GroupNumber(float):
   there is momentum or weight decay.
   """
 
-  tensor: tf.Tensor
+  numbers: Sequence[float]  # Of all groups.
+  group: Any
   dtype = float  # For Keras, which asks for it or takes the class.
 
   def __new__(cls, numbers: Sequence[float], group: Any) -> "GroupNumber":
     """Returns row `group` of `numbers`, compared as the first nonzero one."""
     made = super().__new__(cls, next(filter(None, numbers), 0.0))
-    made.tensor = tf.gather(tf.constant(numbers, tf.float32), group)
+    made.numbers, made.group = numbers, group
     return made
 
   def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-    del name
-    return self.tensor if dtype is None else tf.cast(self.tensor, dtype)
+    rows = tf.constant(self.numbers, dtype or tf.float32)
+    return tf.gather(rows, self.group, name=name)
 
 
 def _operator(name: str) -> Any:
   def operate(number: GroupNumber, *others: Any) -> Any:
-    return getattr(number.tensor, name)(*others)
+    dtypes = [other.dtype for other in others if tf.is_tensor(other)]
+    tensor = tf.convert_to_tensor(number, *dtypes)
+    return getattr(tensor, name)(*others)
 
   return operate
 
@@ -363,6 +366,14 @@ for _name in ("add", "sub", "mul", "truediv", "pow"):
   setattr(GroupNumber, f"__{_name}__", _operator(f"__{_name}__"))
   setattr(GroupNumber, f"__r{_name}__", _operator(f"__r{_name}__"))
 GroupNumber.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
+
+
+def is_nonzero(number: float) -> tf.Tensor | bool:
+  """Returns whether a number is not 0: a tensor, if only in some groups."""
+  numbers = getattr(number, "numbers", (number,))
+  if all(numbers) or not any(numbers):
+    return any(numbers)
+  return tf.not_equal(tf.convert_to_tensor(number), 0.0)
 
 
 class GroupSettings:

@@ -177,15 +177,21 @@ class Step:
     factor = self.convention.for_gradients()
     if factor != 1:
       grads = [row_sparse.times(grad, factor) for grad in grads]
-    # Gradients may be multiplied by a loss scale: also multiply the limits. As
-    # in Keras, a limit of 0 does not clip.
-    limits: dict[str, Any] = {
-      name: self.inner.scale_limit(limit) if limit else None
-      for name, limit in self.group_settings.limits(
-        self.settings.limits
-      ).items()
-    }
-    return clipping.clip(grads, **limits, keep_infinite=self._may_skip)
+    limits = self.group_settings.limits(self.settings.limits)
+    clipped = list(grads)
+    # The first limit that is set has the last word.
+    for name in reversed(clipping.LIMITS):
+      limit = limits[name]
+      if not limit:  # As in Keras, 0 does not clip.
+        continue
+      # Gradients may be multiplied by a loss scale: also multiply the limit.
+      scaled: Any = {name: self.inner.scale_limit(limit)}
+      clipped = clipping.select(
+        per_group_lib.is_nonzero(limit),
+        clipping.clip(grads, **scaled, keep_infinite=self._may_skip),
+        clipped,
+      )
+    return clipped
 
   @property
   def keeps_rows(self) -> bool:

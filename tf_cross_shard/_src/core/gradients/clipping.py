@@ -85,6 +85,26 @@ def clip(
   ]
 
 
+def select(
+  condition: tf.Tensor | bool,
+  clipped: Sequence[Gradient],
+  grads: Sequence[Gradient],
+) -> list[Gradient]:
+  """Returns `clipped` if a condition holds, and `grads` otherwise.
+
+  Both are lists of gradients of the same variables. If the condition is a
+  tensor, rows of `grads` that share an index are added up, as in `clipped`.
+  """
+  if isinstance(condition, bool):
+    return list(clipped if condition else grads)
+  selected = []
+  for new, grad in zip(clipped, grads, strict=True):
+    old = row_sparse.merge_duplicates(grad)
+    old = old.values if isinstance(old, tf.IndexedSlices) else old
+    selected.append(_each(new, lambda x, y: tf.where(condition, x, y), old))
+  return selected
+
+
 def limits_of(optimizer: Any) -> dict[str, Any]:
   """Returns Keras' clipping limits as arguments of `clip`: 0 becomes None."""
   limits = {name: getattr(optimizer, name, None) for name in LIMITS}

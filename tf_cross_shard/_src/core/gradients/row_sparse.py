@@ -119,9 +119,12 @@ def in_dtype(number: Any, dtype: tf.DType) -> Any:
   """Returns a number that can be combined with a tensor of a dtype.
 
   A tensor is cast. A Python float is returned unchanged, because `tf.cast`
-  would first round it to float32.
+  would first round it to float32. A `GroupNumber` is a float and a tensor.
 
   >>> in_dtype(0.1, tf.float64), in_dtype(tf.constant(0.5), tf.float64).dtype
   (0.1, tf.float64)
   """
-  return number if isinstance(number, float) else tf.cast(number, dtype)
+  if not isinstance(number, float):
+    return tf.cast(number, dtype)
+  is_tensor = hasattr(number, "__tf_tensor__")
+  return tf.convert_to_tensor(number, dtype) if is_tensor else number
