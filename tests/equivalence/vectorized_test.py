@@ -262,6 +262,26 @@ def test_integers_are_summed_exactly(groups: Any) -> None:
       assert testbed.copies(weight)[i].tolist() == [-total, 64 - 16 * total]
 
 
+def test_shards_of_float64_are_summed_in_float64() -> None:
+  rng = np.random.default_rng(2)
+  steps = rng.normal(size=(STEPS, N, 6))
+  trained = []
+  for shards in (False, "elementwise"):
+    strategy = VectorizedStrategy(N)
+    with strategy.scope():
+      weight = testbed.variable(np.ones(6))
+      optimizer = _optimizer(PAIRS, shard_update=shards)()
+      optimizer.build([weight])
+    for values in steps:
+      grads = testbed.per_replica(strategy, list(values))
+      strategy.run(
+        lambda g, w=weight, o=optimizer: o.apply_gradients([(g, w)]), (grads,)
+      )
+    trained.append(testbed.copies(weight))
+  assert trained[0][0].dtype == np.float64
+  np.testing.assert_allclose(*trained, rtol=1e-12)
+
+
 def test_a_nan_in_one_group_skips_that_group_alone() -> None:
   strategy = VectorizedStrategy(N)
   with strategy.scope():

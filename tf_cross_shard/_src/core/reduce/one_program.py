@@ -24,6 +24,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.reduce import engine, isolation
 
 # The dtypes that CrossReplicaSum supports.
@@ -98,10 +99,14 @@ class TPU(engine.Engine):
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     # A TPU adds in the dtype of the tensors. Replicas on one device send
-    # nothing, so that a wider sum costs nothing.
+    # nothing, so that a wider sum costs nothing, and need not round it.
     if getattr(self.strategy.extended, "adds_in_float32", False):
-      wide = [tf.cast(tensor, tf.float32) for tensor in tensors]
-      return self.all_reduce_sum(wide)
+      tensors = [
+        tf.cast(tensor, tf.float32)
+        if tensor.dtype in packing.WIRE_DTYPES
+        else tensor
+        for tensor in tensors
+      ]
     return self.all_reduce_sum(tensors)
 
   def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
