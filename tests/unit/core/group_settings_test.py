@@ -1,5 +1,6 @@
 """Settings that differ between groups, against plain Keras with each value."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,45 @@ def test_replicas_of_one_program(
   assert np.abs(held[0][0] - held[0][1]).max() > 1e-3
 
 
+def _check_in_one_program(
+  make: Callable[..., Any],
+  numbers: dict[str, list[float]],
+  own: list[dict[str, float]],
+  dtype: str = "float32",
+) -> None:
+  """Compares groups of one replica with plain Keras, with its `own` numbers."""
+  strategy = VectorizedStrategy(2)
+  values = {name: value.astype(dtype) for name, value in VALUES.items()}
+  grads = [rows[:, :2].astype(dtype) for rows in GRADS]
+  grads[1][0] = 0  # A norm of 0, which limits of 0 would divide by.
+  weights, optimizer = training.build(
+    "keras",
+    lambda _: make(),
+    values,
+    strategy,
+    group_assignment=[[0], [1]],
+    group_settings=numbers,
+  )
+  training.train(weights, optimizer, grads, strategy=strategy)
+  tolerance = 1e-6 if dtype == "float32" else 1e-14
+  for group, options in enumerate(own):
+    plain = training.make_weights("keras", values)
+    training.train_plain(plain, make(**options), grads, [group])
+    for weight, expected in zip(weights, plain, strict=True):
+      np.testing.assert_allclose(
+        testbed.copies(weight)[group], expected, tolerance, tolerance
+      )
+
+
+def test_kernels_of_replicas_of_one_program() -> None:
+  powers = [-0.5, -0.25]
+  _check_in_one_program(
+    functools.partial(keras.optimizers.Ftrl, 0.125),
+    {"learning_rate_power": powers},
+    [{"learning_rate_power": power} for power in powers],
+  )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
   ("numbers", "own"),
@@ -229,26 +269,5 @@ def test_limits_of_replicas_of_one_program(
   numbers: dict[str, list[float]], own: list[dict[str, float]], dtype: str
 ) -> None:
   """A limit of 0 does not clip, in the groups that have it."""
-  strategy = VectorizedStrategy(2)
-  values = {name: value.astype(dtype) for name, value in VALUES.items()}
-  grads = [rows[:, :2].astype(dtype) for rows in GRADS]
-  # A norm of 0, which limits of 0 would divide by.
-  grads[1][0] = 0
-  weights, optimizer = training.build(
-    "keras",
-    lambda library: library.optimizers.SGD(1.0),
-    values,
-    strategy,
-    group_assignment=[[0], [1]],
-    group_settings=numbers,
-  )
-  training.train(weights, optimizer, grads, strategy=strategy)
-  tolerance = 1e-6 if dtype == "float32" else 1e-14
-  for group, limits in enumerate(own):
-    plain = training.make_weights("keras", values)
-    sgd = keras.optimizers.SGD(1.0, **limits)
-    training.train_plain(plain, sgd, grads, [group])
-    for weight, expected in zip(weights, plain, strict=True):
-      np.testing.assert_allclose(
-        testbed.copies(weight)[group], expected, tolerance, tolerance
-      )
+  make = functools.partial(keras.optimizers.SGD, 1.0)
+  _check_in_one_program(make, numbers, own, dtype)

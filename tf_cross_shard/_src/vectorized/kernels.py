@@ -119,7 +119,7 @@ _FORMULAS: Final[dict[str, Callable[[Values], dict[str, Any]]]] = {
 
 def _power(base: tf.Tensor, exponent: Any) -> tf.Tensor:
   """Returns a power; a root has the same bits at every place in a tensor."""
-  if exponent == 0.5:
+  if isinstance(exponent, float) and exponent == 0.5:
     return tf.sqrt(base)
   return converters.in_lanes("Pow", base, exponent + tf.zeros_like(base))
 
