@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3
+from tf_cross_shard import VectorizedStrategy, keras3
 
 
 def _make(
@@ -131,7 +131,9 @@ def test_tpu_programs_have_no_kernels() -> None:
     assert row["reason"] == "XLA compiles the whole step"
   assert _reasons(optimizer) == {
     "fused_update=True": "2 of 2 variables: XLA compiles the whole step",
-    "lazy_rows=True": "TPU programs have no shapes that depend on data",
+    "lazy_rows=True": (
+      "one program has no shapes that depend on data, so all rows change"
+    ),
   }
   assert "CrossReplicaSum" in str(described)
 
@@ -194,6 +196,20 @@ def test_tables() -> None:
     assert len(content["notes"]) == notes
     assert all("lazy_rows=True" in note for note in content["notes"])
     assert not _reasons(optimizer)
+
+
+@pytest.mark.parametrize("lazy_rows", [False, True])
+def test_tables_in_one_program(lazy_rows: bool) -> None:
+  """All rows change, and `lazy_rows` is no remedy."""
+  with VectorizedStrategy(2).scope():
+    layer = keras.layers.Embedding(10_000, 100)
+    layer.build((None, 2))
+    optimizer = keras3.CrossShardOptimizer("adam", lazy_rows=lazy_rows)
+    optimizer.build(layer.trainable_variables)
+  assert not optimizer.describe().to_dict()["notes"]
+  reasons = list(_reasons(optimizer).values())
+  assert len(reasons) == lazy_rows
+  assert all(reason.startswith("one program") for reason in reasons)
 
 
 @pytest.mark.parametrize("name", ["global_clipnorm", "clipnorm"])

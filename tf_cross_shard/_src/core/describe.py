@@ -220,8 +220,11 @@ def _not_in_force(
       "the LossScaleOptimizer skips such steps anyway; they are only counted",
     )
   by_rows = [row for row in rows if row.updated_by == "rows"]
-  if settings.lazy_rows and not engine.supports_sparse:
-    yield "lazy_rows", "TPU programs have no shapes that depend on data"
+  if settings.lazy_rows and engine.is_spmd:
+    yield (
+      "lazy_rows",
+      "one program has no shapes that depend on data, so all rows change",
+    )
   elif settings.lazy_rows and not step.tables.is_by_rows:
     yield "lazy_rows", "XLA compiles the step, so all rows change"
   elif settings.lazy_rows and rows and not by_rows:
@@ -263,7 +266,7 @@ def _notes(
     )
   for weight, row in zip(weights, rows, strict=True):
     is_large = math.prod(row.shape) >= _LARGE
-    is_table = step.tables.is_embedding(weight) and engine.supports_sparse
+    is_table = step.tables.is_embedding(weight) and not engine.is_spmd
     if (
       is_large
       and is_table
