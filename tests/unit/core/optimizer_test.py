@@ -314,7 +314,7 @@ class TestBadInput:
       optimizer.compute_gradients(lambda: tf.constant(1.0))
     with pytest.raises(ValueError, match="`gate_gradients`"):
       optimizer.minimize(lambda: weight[0], var_list=[weight], gate_gradients=7)
-    with pytest.raises(TypeError, match="`global_step` .*got 3"):
+    with pytest.raises(TypeError, match=r"`global_step` .*got 3"):
       optimizer.minimize(lambda: weight[0], 3, [weight])
     with pytest.raises(ValueError, match=r"`var_list`.*at least one"):
       optimizer.minimize(lambda: weight[0], var_list=[])
