@@ -271,6 +271,9 @@ class TestBadInput:
       ({"clipnorm": 1.0, "clipvalue": 1.0}, ValueError, "clip"),
       ({"clip": 1.0}, TypeError, r"^CrossShardOptimizer\.__init__.*'clip'"),
       ({"zzz": 1.0}, TypeError, r"^CrossShardOptimizer\.__init__.*'zzz'$"),
+      ({"lazy_row": True}, TypeError, "Did you mean 'lazy_rows'"),
+      ({"groups": None}, TypeError, "Did you mean .*'group_assignment'"),
+      ({"accumulation_steps": 2}, TypeError, "mean 'accumulate_steps'"),
     ],
   )
   def test_constructor(

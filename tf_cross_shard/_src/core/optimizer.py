@@ -71,6 +71,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     tf.compat.v1.tpu.CrossShardOptimizer. This class has all of its members.
   """
 
+  @wrapper_lib.suggesting
   def __init__(
     self,
     opt: "validation.Optimizer | str | dict[str, Any]",

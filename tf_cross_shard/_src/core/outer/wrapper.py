@@ -7,10 +7,13 @@ The subclasses in `keras3.wrapper` and `tf_keras.wrapper` are also optimizers of
 Keras 3 and tf_keras.
 """
 
+import difflib
+import functools
 import inspect
 import reprlib
 import sys
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
 
 import tensorflow as tf
 
@@ -27,6 +30,7 @@ _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot_names"))
 
 
 _Class = TypeVar("_Class", bound=type[Any])
+_Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 class VariableList(list[Any]):
@@ -261,6 +265,24 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       var_list: The variables.
     """
     self._inner.write_averages(var_list)
+
+
+def suggesting(init: _Function) -> _Function:
+  """Lets a constructor suggest names for an argument that it does not have."""
+  names = list(inspect.signature(init).parameters)
+
+  @functools.wraps(init)
+  def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    for name in kwargs:
+      near = difflib.get_close_matches(name, names, 2, 0.5)
+      if name not in names and near:
+        raise TypeError(
+          f"{init.__qualname__}() got an unexpected keyword argument"
+          f" {name!r}. Did you mean {' or '.join(map(repr, near))}?"
+        )
+    init(self, *args, **kwargs)
+
+  return cast("_Function", checked)
 
 
 def documented(cls: _Class) -> _Class:
