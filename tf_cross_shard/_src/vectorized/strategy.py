@@ -109,7 +109,7 @@ class VectorizedStrategy(tf.distribute.Strategy):
       args: Positional arguments. A `PerReplica` value gives each replica its
         own part; every other value goes to all replicas.
       kwargs: Keyword arguments, treated like `args`.
-      options: `tf.distribute.RunOptions`, or None.
+      options: Ignored, as in TensorFlow's strategies other than TPUStrategy.
 
     Returns:
       The structure that `fn` returns, with one value for each replica.
@@ -130,7 +130,7 @@ class VectorizedStrategy(tf.distribute.Strategy):
       if not warnings.is_evaluated_by_group:
         warnings.before_evaluating()
     if tf.executing_eagerly():
-      return self.extended.function_of(fn, options)(tuple(args), kwargs or {})
+      return self.extended.function_of(fn)(tuple(args), kwargs or {})
     return super().run(fn, args, kwargs, options)
 
   @tf.autograph.experimental.do_not_convert
@@ -188,10 +188,8 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       weakref.WeakValueDictionary()
     )
     self._num_created = 0
-    # Functions that were called eagerly, by what owns them.
-    self._functions: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = (
-      weakref.WeakKeyDictionary()
-    )
+    # Functions that were called eagerly, with references to what owns them.
+    self._functions: dict[Any, tuple[Any, weakref.ref[Any]]] = {}
     self._tracing = threading.RLock()
 
   @property
@@ -244,7 +242,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
 
   # Replicas.
 
-  def function_of(self, fn: Callable[..., Any], options: Any) -> Any:
+  def function_of(self, fn: Callable[..., Any]) -> Any:
     """Returns a tf.function that runs `fn` on every replica.
 
     Functions are compared by identity. They are kept as long as `fn` lives.
@@ -252,21 +250,26 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     # Python creates a new bound method at each lookup: its object owns it.
     method = getattr(fn, "__func__", None)
     owner: Any = fn if method is None else getattr(fn, "__self__", fn)
+    functions, key = self._functions, (id(owner), method)
+    if key in functions:
+      return functions[key][0]
     try:
-      known = self._functions.setdefault(owner, {})
       kept: Any = weakref.ref(fn) if method is None else weakref.WeakMethod(fn)
+      lives: Any = weakref.ref(owner, lambda _: functions.pop(key, None))
     except TypeError:  # It has no weak references.
-      known, kept = {}, lambda: fn
-    if method not in known:
-      strategy = self._container_strategy()
-      # In a tf.function, the strategy's own method would look for `fn` again.
-      run = functools.partial(tf.distribute.Strategy.run, strategy)
+      kept, lives = lambda: fn, None
+    # In a tf.function, the strategy's own method would look for `fn` again.
+    run = functools.partial(
+      tf.distribute.Strategy.run, self._container_strategy()
+    )
 
-      def run_all(args: Any, kwargs: Any) -> Any:
-        return run(kept(), args, kwargs, options)
+    def run_all(args: Any, kwargs: Any) -> Any:
+      return run(kept(), args, kwargs)
 
-      known[method] = tf.function(run_all)
-    return known[method]
+    function = tf.function(run_all)
+    if lives is not None:
+      functions[key] = function, lives
+    return function
 
   # The base class's `run` has converted `fn`, and nothing here needs AutoGraph.
   @tf.autograph.experimental.do_not_convert
