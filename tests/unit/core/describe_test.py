@@ -206,7 +206,9 @@ def test_tables_in_one_program(lazy_rows: bool) -> None:
     layer.build((None, 2))
     optimizer = keras3.CrossShardOptimizer("adam", lazy_rows=lazy_rows)
     optimizer.build(layer.trainable_variables)
-  assert not optimizer.describe().to_dict()["notes"]
+  described = optimizer.describe().to_dict()
+  assert described["sums"].endswith("in one program")
+  assert not described["notes"]
   reasons = list(_reasons(optimizer).values())
   assert len(reasons) == lazy_rows
   assert all(reason.startswith("one program") for reason in reasons)

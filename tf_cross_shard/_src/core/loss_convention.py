@@ -1,6 +1,6 @@
 """Chooses the factor by which a loss is multiplied.
 
-The factor turns the sum over a group into a mean; see `gradients.loss_factor`.
+The factor turns the sum over a group into a mean; see `core.loss_factor`.
 It depends on whether the loss is averaged over the examples of one replica or
 of all replicas. Unless you pass `loss_averaged_over`, a default applies. The
 default cannot know where a loss comes from. So you get a warning when a default

@@ -225,7 +225,9 @@ def test_dtypes() -> None:
 
 def test_dtypes_that_tpus_do_not_sum() -> None:
   engine = one_program.TPU(testbed.virtual(2), groups.contiguous(2, 2))
-  with pytest.raises(TypeError, match=r"TPUs sum only bfloat16, .* int64\."):
+  with pytest.raises(
+    TypeError, match=r"VirtualTPUStrategy sums only bfloat16, .* int64\."
+  ):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
 
 

@@ -14,6 +14,7 @@ this folder sums within groups, under one kind of strategy:
     MultiWorkerMirrored        MultiWorker  CollectiveReduceV2 (ring or NCCL)
     TPUStrategy                TPU          CrossReplicaSum(group_assignment)
     VirtualTPUStrategy         TPU          its `extended.cross_replica_sum`
+    VectorizedStrategy         TPU          its `extended.cross_replica_sum`
     any other                  NotImplementedError
 
 A sharded update also needs the two halves of an all-reduce:
@@ -80,6 +81,6 @@ def for_strategy(
     else "is not known to tf_cross_shard"
   )
   raise NotImplementedError(
-    f"{type(strategy).__name__} {why}. Use MirroredStrategy, TPUStrategy or"
-    " MultiWorkerMirroredStrategy."
+    f"{type(strategy).__name__} {why}. Use MirroredStrategy, TPUStrategy,"
+    " MultiWorkerMirroredStrategy or VectorizedStrategy."
   )

@@ -41,15 +41,20 @@ DTYPES: Final = (
 class TPU(engine.Engine):
   """Collectives within groups of the replicas of one XLA program.
 
-  A different strategy whose replicas run one XLA program, such as the virtual
-  TPU, can also use this engine. It must provide the two methods
+  A different strategy whose replicas run one program, such as the virtual TPU
+  and VectorizedStrategy, can also use this engine. It must provide the methods
   `extended.cross_replica_sum(tensor, group_assignment)` and
   `extended.all_to_all(tensor, group_assignment)`. With `extended.gathers_rows`,
   gradients of embedding tables stay row-sparse.
   """
 
   is_spmd = True
-  method = "CrossReplicaSum, in one XLA program"
+
+  @property
+  def method(self) -> str:  # type: ignore[override]
+    if self.is_compiled:
+      return "CrossReplicaSum, in one XLA program"
+    return "add_n of the replicas' rows, in one program"
 
   @property
   def is_compiled(self) -> bool:  # type: ignore[override]
@@ -60,8 +65,8 @@ class TPU(engine.Engine):
       if tensor.dtype not in DTYPES:
         names = ", ".join(dtype.name for dtype in DTYPES)
         raise TypeError(
-          f"TPUs sum only {names}; got a gradient of dtype"
-          f" {tensor.dtype.name}. Cast it before apply_gradients."
+          f"{type(self.strategy).__name__} sums only {names}; got a gradient"
+          f" of dtype {tensor.dtype.name}. Cast it before apply_gradients."
         )
     assignment = self.groups.to_lists()
     return [self._sum(tensor, assignment) for tensor in tensors]
@@ -144,7 +149,7 @@ def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
 
 
 def is_tpu(strategy: tf.distribute.Strategy) -> bool:
-  """Returns whether the replicas run one XLA program (TPU or virtual TPU)."""
+  """Returns whether the replicas run one program, as those of a TPU do."""
   return isinstance(
     strategy,
     (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
