@@ -241,7 +241,7 @@ def test_compiled_by_xla(name: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [None, PAIRS, STRIDED, SINGLE])
-def test_integers_are_summed_exactly(groups: Any) -> None:
+def test_powers_of_two_are_summed_exactly(groups: Any) -> None:
   strategy = VectorizedStrategy(N)
   with strategy.scope():
     weight = tf.Variable([0.0, 64.0])
@@ -279,6 +279,32 @@ def test_shards_of_float64_are_summed_in_float64() -> None:
     trained.append(testbed.copies(weight))
   assert trained[0][0].dtype == np.float64
   np.testing.assert_allclose(*trained, rtol=1e-12)
+
+
+@pytest.mark.parametrize("least", [0, 2])
+def test_steps_in_a_branch(least: int) -> None:
+  """The sums of a group that does not enter the branch change nothing."""
+  strategy = VectorizedStrategy(N)
+  with strategy.scope():
+    weight = tf.Variable(0.0)
+    optimizer = CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), "sum", group_assignment=PAIRS
+    )
+    optimizer.build([weight])
+
+  def replica_fn(grad: tf.Tensor) -> tf.Tensor:
+    return tf.cond(
+      testbed.replica_id() >= least,
+      lambda: optimizer.apply_gradients([(grad, weight)]),
+      lambda: tf.constant(0, tf.int64),
+    )
+
+  grads = testbed.per_replica(strategy, [1.0, 2.0, 4.0, 8.0])
+  strategy.run(replica_fn, (grads,))
+  sums = [-3.0, -12.0]
+  if least:
+    sums[0] = 0.0
+  assert testbed.copies(weight) == [sums[0]] * 2 + [sums[1]] * 2
 
 
 def test_a_nan_in_one_group_skips_that_group_alone() -> None:

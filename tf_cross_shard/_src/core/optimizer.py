@@ -145,7 +145,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
         - None, the default: use kernels. Without a kernel, use XLA for Keras
           3's Nadam, Adagrad, Lion, RMSprop and amsgrad, on CPUs and for a
-          million elements or more. Otherwise keep Keras' operations.
+          million elements or more. Under VectorizedStrategy, also do so for
+          Keras 3's classes with a kernel, except SGD without momentum, for a
+          million elements of all replicas. Otherwise keep Keras' operations.
         - True: use kernels. Without a kernel, use XLA for any class of Keras 3.
           Raise an error if neither works.
         - False: keep Keras' operations.
@@ -166,7 +168,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         updates only the rows in the batch. If False, only Adagrad and Keras 3's
         SGD without momentum, both without weight decay, do so, as in plain
         Keras. Pass `"elementwise"` to promise that your own optimizer class
-        treats every element independently.
+        treats every element independently. On TPUs and under
+        VectorizedStrategy, whose programs have no shapes that depend on data,
+        all rows change.
       group_settings: A dictionary of lists with a number for each group. Its
         keys are names of settings of `opt` (`"weight_decay"`, `"momentum"`,
         `"beta_1"`, ...) or of the clipping limits above. If a setting
