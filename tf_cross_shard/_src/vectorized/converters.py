@@ -386,7 +386,7 @@ _LANES: Final = 64
 
 @converts(
   *("Cos", "Exp", "Expm1", "Log", "Log1p", "Pow", "Rsqrt", "Sigmoid"),
-  *("Sin", "Tanh"),
+  *("Sin", "Sqrt", "Tanh"),
   forced=False,
 )
 def _transcendental(call: Call) -> Any:
@@ -395,13 +395,15 @@ def _transcendental(call: Call) -> Any:
   The numbers at the end of a tensor that fill no vector are computed in another
   way, with other last bits. Then the last replicas of a group would drift away
   from the others. So the tensor is padded to whole vectors. What depends on a
-  replica's own examples (tensors that are no scalars) needs no such care.
+  replica's own examples (tensors that are no scalars) needs no such care, but
+  optimizers compute powers and roots of whole slots. TensorFlow replaces a
+  division by a root by Rsqrt, unless something is between them, as it is here.
   """
   rank = call.op.outputs[0].shape.rank
   shapes = [x.shape for x in call.op.inputs if x.shape.rank != 0]
   is_simple = all(x.is_fully_defined() and x == shapes[0] for x in shapes)
-  # Roots of whole weights, as in Ftrl, are powers.
-  if rank != 0 and not (call.op_type == "Pow" and rank and is_simple):
+  is_of_slots = call.op_type in ("Pow", "Rsqrt", "Sqrt")
+  if rank is None or (rank and not (is_of_slots and is_simple)):
     return vectorizer.convert_by_pfor(call)
   inputs = [rows(call, i) for i in range(call.num_inputs)]
   shape = tf.shape(max(inputs, key=lambda x: x.shape.rank))
@@ -415,13 +417,15 @@ def _transcendental(call: Call) -> Any:
 
 def in_lanes(name: str, *inputs: tf.Tensor) -> tf.Tensor:
   """Applies an elementwise operation to whole vectors of the processor."""
+  operation, known = getattr(_raw, name), inputs[0].shape.num_elements()
+  if known is not None and known % _LANES == 0:
+    return operation(**dict(zip("xy", inputs, strict=False)))
   shape, size = tf.shape(inputs[0]), tf.size(inputs[0])
   padded = [
     tf.pad(tf.reshape(x, [-1]), [[0, -size % _LANES]], constant_values=1)
     for x in inputs
   ]
-  arguments = dict(zip("xy", padded, strict=False))
-  value = getattr(_raw, name)(**arguments)
+  value = operation(**dict(zip("xy", padded, strict=False)))
   return tf.reshape(value[:size], shape)
 
 
