@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import VectorizedStrategy
+from tf_cross_shard._src.core.gradients import row_sparse
 
 N = 3
 VALUES = [-1.5, 0.25, 2.0]
@@ -214,6 +215,15 @@ def test_the_counter_of_a_generator_carries(jit: bool | None) -> None:
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 def test_control_flow(name: str) -> None:
   _compare(CONTROL_FLOW[name])
+
+
+def test_replicas_add_up_different_numbers_of_rows() -> None:
+  def step(_: Any, x: tf.Tensor) -> tf.Tensor:
+    rows = tf.IndexedSlices([[x], [1.0]], [_index(x), 0])
+    merged = row_sparse.merge_duplicates(rows)
+    return tf.math.unsorted_segment_sum(merged.values**2, merged.indices, 4)
+
+  _compare(step)
 
 
 def test_gradients_of_branches() -> None:

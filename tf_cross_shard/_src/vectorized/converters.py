@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.vectorized import replica_context, vectorizer
 from tf_cross_shard._src.vectorized.vectorizer import Call, converts, wrap
 
@@ -376,6 +377,24 @@ def _element_shape(call: Call) -> Any:
   return [
     wrap(tf.cond(tf.rank(shape) > 0, lambda: known, lambda: unknown), False)
   ]
+
+
+@converts("Unique", forced=False)
+def _unique(call: Call) -> Any:
+  """Adds up rows of the same index, with as many rows as before.
+
+  Replicas may have different numbers of distinct indices. So the first of equal
+  indices gets the sum of their rows, and the others get zeros.
+  """
+  indices, is_stacked, _ = call.input(0)
+  if not is_stacked or row_sparse.MERGE not in call.op.name:
+    return vectorizer.in_loop(call)
+  order = tf.argsort(indices, stable=True)
+  in_order = tf.gather(indices, order, batch_dims=1)
+  places = tf.searchsorted(in_order, indices)
+  first = tf.gather(order, places, batch_dims=1)
+  position = tf.cast(first, call.op.outputs[1].dtype)
+  return [wrap(indices, True), wrap(position, True)]
 
 
 # Functions that processors compute for several numbers at once.

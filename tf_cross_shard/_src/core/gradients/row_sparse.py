@@ -6,11 +6,15 @@ The gradient of an embedding lookup holds only the rows that were looked up:
     dense   [[2.], [0.], [0.], [5.], [0.]]                row 3: 1 + 4
 """
 
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard._src.core.keras_types import Variable
+
+# The name scope of operations that add up rows. VectorizedStrategy, whose
+# tensors have static shapes, converts the `tf.unique` in this scope.
+MERGE: Final = "MergeDuplicates"
 
 
 def merge_duplicates(slices: Any) -> Any:
@@ -42,11 +46,12 @@ def merge_duplicates(slices: Any) -> Any:
   # operation.
   if rows.shape == [1] or _is_unique(rows):
     return slices
-  # position[k] is the place in `indices` of the index of row k.
-  indices, position = tf.unique(rows)
-  values = tf.math.unsorted_segment_sum(
-    slices.values, position, tf.shape(indices)[0]
-  )
+  with tf.name_scope(MERGE):
+    # position[k] is the place in `indices` of the index of row k.
+    indices, position = tf.unique(rows)
+    values = tf.math.unsorted_segment_sum(
+      slices.values, position, tf.shape(indices)[0]
+    )
   return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
