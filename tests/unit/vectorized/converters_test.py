@@ -226,6 +226,18 @@ def test_replicas_add_up_different_numbers_of_rows() -> None:
   _compare(step)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_all_to_all(dtype: str) -> None:
+  strategy = VectorizedStrategy(N)
+  sent = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 1 << 20]], dtype)
+  received = strategy.run(
+    lambda x: strategy.extended.all_to_all(x, [[0, 1, 2]]),
+    (testbed.per_replica(strategy, list(sent)),),
+  )
+  rows = strategy.experimental_local_results(received)
+  np.testing.assert_array_equal(rows, sent.T)
+
+
 def test_gradients_of_branches() -> None:
   """Branches keep different tensors, which their gradients read."""
 

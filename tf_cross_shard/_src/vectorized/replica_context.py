@@ -63,8 +63,11 @@ def all_to_all(
   The size of axis 0 is a multiple of the size of a group. The result has the
   shape of `tensor`.
   """
+  # The operation has no dtypes of 8 bytes: exchange words of 4 bytes.
+  words = tf.bitcast(tensor, tf.uint32) if tensor.dtype.size == 8 else tensor
   with tf.name_scope(ALL_TO_ALL):
-    return cross_replica_sum(tensor, group_assignment)
+    received = cross_replica_sum(words, group_assignment)
+  return received if words is tensor else tf.bitcast(received, tensor.dtype)
 
 
 def same_on_all_replicas(tensor: tf.Tensor) -> tf.Tensor:
