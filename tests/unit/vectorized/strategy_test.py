@@ -153,6 +153,21 @@ def test_functions_are_kept_as_long_as_their_objects_live(
   assert function() is None
 
 
+def test_a_function_may_create_a_variable_of_a_constant(
+  strategy: VectorizedStrategy,
+) -> None:
+  """As the `build` of Keras' Nadam does."""
+  made: list[Any] = []
+
+  def step(x: tf.Tensor) -> tf.Tensor:
+    if not made:
+      made.append(tf.Variable(tf.constant([1.0, 2.0])))
+    return made[0].assign_add([x, x])
+
+  RUN["function"](strategy, step, _ids(strategy))
+  assert _copies(made[0]) == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+
+
 def test_the_number_of_replicas_is_checked() -> None:
   for number in (0, True, 2.0):
     with pytest.raises(ValueError, match=r"`num_replicas` must be an integer"):

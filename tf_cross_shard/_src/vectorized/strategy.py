@@ -431,6 +431,10 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
     for name in ignored:
       kwargs.pop(name, None)
+    # A tensor of the function that is being traced has no value outside.
+    value = kwargs.get("initial_value")
+    if tf.is_symbolic_tensor(value) and tf.get_static_value(value) is not None:
+      kwargs["initial_value"] = tf.get_static_value(value)
     with tf.init_scope(), tf.device(self._device):
       created = variable.StackedVariable(count=self._count, **kwargs)
     self._variables[id(created.replica_handle)] = created
