@@ -533,19 +533,27 @@ def test_callbacks_with_a_state_come_before_it(tmp_path: pathlib.Path) -> None:
     _fit(model, *used)
 
 
+@pytest.mark.parametrize(("second", "at_end"), [(0.5, 0.125), (0.25, 0.25)])
 def test_a_run_that_finds_its_work_finished(
-  tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+  second: float,
+  at_end: float,
+  tmp_path: pathlib.Path,
+  caplog: pytest.LogCaptureFixture,
 ) -> None:
-  """It says what to delete, and keeps the program's learning rate."""
-  for rate in (0.5, 0.25):
+  """It says what to delete, and keeps a learning rate that is new."""
+  for rate in (0.5, second):
     model = tf.keras.Sequential(
       [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]
     )
     model.compile(CrossShardOptimizer(tf.keras.optimizers.Adam(rate)), "mse")
+    variable = model.optimizer.learning_rate
+    lower = tf.keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda *_, v=variable: v.assign(v / 2)
+    )
     backup = callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
-    history = testbed.fit(model, DATA, 2, callbacks=[backup]).history
+    history = testbed.fit(model, DATA, 2, callbacks=[lower, backup]).history
   assert not history
-  assert float(model.optimizer.learning_rate.numpy()) == 0.25
+  assert float(model.optimizer.learning_rate.numpy()) == at_end
   [text] = [t for t in caplog.messages if "trains nothing" in t]
   assert f"delete the folder {tmp_path}" in text
 

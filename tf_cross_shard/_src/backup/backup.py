@@ -147,6 +147,8 @@ class BackupAndRestore(group_callback.GroupCallback):
     self._exit_code = exit_code
     self._keep = keep
     self._watch = preemption.PreemptionMonitor(on_preemption, every_seconds)
+    # The learning rates with which the program began, each of all replicas.
+    self._rates: list[list[float]] = []
     # The position in the data, and the batches since the last backup.
     self._epoch = self._batches = self._since = 0
     if every != "epoch" or self._watch.is_needed:
@@ -175,9 +177,13 @@ class BackupAndRestore(group_callback.GroupCallback):
     path = self._files.newest()
     keras_fit.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
+    rates = names_lib.rate_variables(optimizer)
+    copies = self.state_of_groups().copies
+    replicas = range(copies.engine.num_replicas)
+    self._rates = [
+      sorted(set(map(float, copies.read(rate, replicas)))) for rate in rates
+    ]
     if path is not None:
-      rates = names_lib.rate_variables(optimizer)
-      copies = self.state_of_groups().copies
       of_program = [copies.here(rate) for rate in rates]
       restored = checkpoint.restore_file(path, optimizer, self.model)
       if not restored.is_exact and self._files.is_first:
@@ -202,10 +208,11 @@ class BackupAndRestore(group_callback.GroupCallback):
       keras_fit.begin_at(self.model, first)
       if first >= self.params["epochs"]:
         self._warn_of_end(path, first)
-        # The program may have other learning rates than when it made the
-        # backup, and nothing goes on with those.
-        for rate, values in zip(rates, of_program, strict=True):
-          copies.write(rate, values)
+        # The program may begin with other learning rates than when it made
+        # the backup, and nothing goes on with those.
+        if restored.values.get("rates") != self._rates:
+          for rate, values in zip(rates, of_program, strict=True):
+            copies.write(rate, values)
       if restored.values["batch"]:
         self._skip(path, restored.values["batch"])
     self._warn_if_shuffled()
@@ -315,7 +322,8 @@ class BackupAndRestore(group_callback.GroupCallback):
       for key, variable in _metric_variables(self.model).items():
         arrays[key] = np.stack(state.copies.read(variable, replicas))
     path = self._files.path(epoch, batch)
-    state.write(path, topic, arrays, {"epoch": epoch, "batch": batch})
+    values = {"epoch": epoch, "batch": batch, "rates": self._rates}
+    state.write(path, topic, arrays, values)
     self._files.prune(self._keep)
     self._since = 0
     self._watch.restart_clock()
