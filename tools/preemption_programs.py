@@ -31,12 +31,15 @@ class Program(NamedTuple):
   is_search: bool = False
   has_table: bool = False
   has_limits: bool = False  # Whether each group has its own `clipnorm`.
+  vectorized: bool = True  # On one worker; else replicas are logical devices.
 
 
 PROGRAMS = {
   "windows": Program({"accumulate_steps": 3}, {"every": 7}),
-  "shards": Program({"shard_update": True}, {"every": 5, "keep": 2}),
-  "by_variable": Program({"shard_update": "by_variable"}, {}),
+  "shards": Program(
+    {"shard_update": True}, {"every": 5, "keep": 2}, vectorized=False
+  ),
+  "by_variable": Program({"shard_update": "by_variable"}, {}, vectorized=False),
   "rows": Program({"lazy_rows": True}, {"every_seconds": 0.5}, has_table=True),
   "settings": Program(
     {"wire_dtype": "bfloat16", "skip_nonfinite": True},
@@ -81,7 +84,8 @@ def train(
     print(json.dumps([time.time(), *what]), file=log)
 
   if not environment:
-    strategy, groups = tcs.local_strategy(4), [[0, 2], [1, 3]]
+    strategy = tcs.local_strategy(4, vectorized=program.vectorized)
+    groups = [[0, 2], [1, 3]]
   else:
     strategy = multi_worker.MultiWorkerStrategy()
     # Only members of one group divide weights. So pairs train together.
