@@ -1,12 +1,14 @@
 """Trains random programs on four replicas and by plain Keras, and compares.
 
     python tools/fuzz.py --seeds=500 --start=1000
+    python tools/fuzz.py --seeds=500 --start=1000 --vectorized
     python tools/fuzz.py --seeds=500 --start=1000 --workers
 
 Prints each program that does not end as it must, and how. Also compares what
 `optimizer.describe()` says with the graph of each traced step. To repeat
-a program, give its seed as the start. With --workers, two processes train the
-programs. With TF_USE_LEGACY_KERAS=1 it tries tf_keras.
+a program, give its seed as the start. With --vectorized, the replicas are one
+vectorized program, and with --workers two processes; otherwise they are logical
+devices. With TF_USE_LEGACY_KERAS=1 it tries tf_keras.
 """
 
 import argparse
@@ -40,7 +42,11 @@ def main() -> int:
   )
   parser.add_argument("--seeds", type=int, default=100, help="how many")
   parser.add_argument("--start", type=int, default=0, help="the first")
-  parser.add_argument(
+  kinds = parser.add_mutually_exclusive_group()
+  kinds.add_argument(
+    "--vectorized", action="store_true", help="train on vectorized replicas"
+  )
+  kinds.add_argument(
     "--workers", action="store_true", help="train on two workers"
   )
   arguments = parser.parse_args()
@@ -49,17 +55,23 @@ def main() -> int:
   logical_devices.split_cpu(4)
   seeds = range(arguments.start, arguments.start + arguments.seeds)
   began = time.monotonic()
-  failures = _on_workers(seeds) if arguments.workers else _here(seeds)
+  if arguments.workers:
+    failures = _on_workers(seeds)
+  else:
+    failures = _here(seeds, arguments.vectorized)
   seconds = time.monotonic() - began
   print(f"{failures} of {arguments.seeds} failed, in {seconds:.0f} s")
   return int(failures > 0)
 
 
-def _here(seeds: Sequence[int]) -> int:
+def _here(seeds: Sequence[int], vectorized: bool) -> int:
   """Trains on four replicas of this process; returns how many fail."""
   from tests.support import random_programs
 
-  return sum(not _check(random_programs.draw(seed)) for seed in seeds)
+  programs = map(random_programs.draw, seeds)
+  if vectorized:
+    programs = map(random_programs.vectorized, programs)
+  return sum(not _check(program) for program in programs)
 
 
 def _on_workers(seeds: Sequence[int]) -> int:

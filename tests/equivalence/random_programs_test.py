@@ -40,6 +40,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "decays",
     "is_per_group",
     "is_partial",
+    "is_vectorized",
   )
   for column in (*columns, "is_exact"):
     shape[column] = getattr(program, column)
@@ -49,6 +50,8 @@ def _settings(program: Program) -> set[tuple[str, str]]:
 def _choose(count: int) -> list[Program]:
   """Returns programs of the first seeds, with most pairs of settings."""
   programs = {seed: random_programs.draw(seed) for seed in range(300)}
+  for seed in range(0, 300, 2):
+    programs[seed] = random_programs.vectorized(programs[seed])
   settings = {seed: sorted(_settings(each)) for seed, each in programs.items()}
   chosen = covering.cover(
     {

@@ -158,7 +158,8 @@ def expected(
       (_sum(program.options, parts, variable, scale), variable)
       for parts, variable in zip(by_variable, model.trained, strict=True)
     ]
-    if program.options.get("lazy_rows"):
+    # Replicas of one program update all rows.
+    if program.options.get("lazy_rows") and not program.is_vectorized:
       _apply_lazily(optimizer, pairs)
     else:
       optimizer.apply_gradients(pairs)
@@ -337,7 +338,8 @@ def _sum(
     np.concatenate, zip(*(p.rows for p in parts), strict=True)
   )
   values = scale * values
-  if any(options.get(o) for o in ("lazy_rows", "fused_update", "shard_update")):
+  is_sharded = options.get("shard_update") and len(grads) > 1
+  if is_sharded or options.get("lazy_rows") or options.get("fused_update"):
     indices = np.unique(indices)
     values = dense[indices]
   return tf.IndexedSlices(

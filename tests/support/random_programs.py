@@ -15,7 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer, replica_state, schedules
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  replica_state,
+  schedules,
+)
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.reduce import mirrored
 
@@ -91,6 +96,7 @@ class Program(NamedTuple):
   bucket_bytes: int
   replicas: int  # four in one process, or two workers
   resumed_at: int | None  # the step before which a second model takes over
+  is_vectorized: bool = False  # whether the replicas are one program
 
   @property
   def is_on_workers(self) -> bool:
@@ -295,6 +301,16 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   )
 
 
+def vectorized(program: Program) -> Program:
+  """Returns the program for `VectorizedStrategy`, without what it refuses.
+
+  All replicas run one program: they have equally many examples. A last batch
+  that they cannot divide would repeat examples, which plain Keras does not.
+  """
+  sizes = program.sizes[:1] * program.replicas
+  return program._replace(is_vectorized=True, sizes=sizes)
+
+
 class Model(tf.keras.Model):
   """Returns a loss for each example: the sum of all parts' losses."""
 
@@ -439,6 +455,8 @@ def train(
   Workers pass their strategy, and a folder that all workers can read; each
   worker returns the state of its own replica.
   """
+  if program.is_vectorized:
+    strategy = VectorizedStrategy(REPLICAS)
   strategy = strategy or testbed.mirrored()
   with (
     tempfile.TemporaryDirectory() as own_folder,
@@ -465,7 +483,7 @@ def _train(
 ) -> tuple[Model, Any]:
   model, optimizer = _make(program, strategy)
   if program.way == "fit":
-    _train_by_fit(program, model, optimizer)
+    _train_by_fit(program, strategy, model, optimizer)
     return model, optimizer
   steps = data(program)
   at = program.resumed_at or 0
@@ -494,7 +512,9 @@ def _make(program: Program, strategy: Any) -> tuple[Model, Any]:
   return model, optimizer
 
 
-def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
+def _train_by_fit(
+  program: Program, strategy: Any, model: Model, optimizer: Any
+) -> None:
   """Trains with `model.fit`, where the strategy divides the batches."""
   parts = [features for step in data(program) for features in step]
   whole = {key: np.concatenate([p[key] for p in parts]) for key in parts[0]}
@@ -502,7 +522,7 @@ def _train_by_fit(program: Program, model: Model, optimizer: Any) -> None:
     (whole, np.zeros(len(whole["x"]), "float32"))
   )
   several = program.mode == "steps_per_execution"
-  with testbed.mirrored().scope():
+  with strategy.scope():
     model.compile(
       optimizer,
       lambda _, losses: losses,
@@ -533,7 +553,7 @@ def _train_by_loop(
 
   def in_cond(features: Features) -> tf.Tensor:
     return tf.cond(
-      testbed.replica_id() >= 0,
+      tf.constant(True),  # All replicas enter, as they must to exchange values.
       lambda: replica_step(features),
       lambda: tf.constant(0, tf.int64),
     )
