@@ -97,7 +97,7 @@ MUTANTS = [
   Mutant("a gradient that is None in some calls is accepted", "_src/core/accumulation.py", "if has_gradient != self._have_gradients.get(_key(variable), has_gradient):", "if False:", "unit/core/accumulation"),
   # Clipping.
   Mutant("gradients are clipped after the sum", "_src/core/step.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/wire"),
-  Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: self.inner.scale_limit(limit) if limit else None", "name: limit or None", "unit/core/reduce/wire"),
+  Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: self.inner.scale_limit(limit)}", "name: limit}", "unit/core/reduce/wire"),
   Mutant("norms of half-precision gradients overflow", "_src/core/gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16)", "if False", "unit/core/gradients/clipping"),
   Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "if sums_rows else grads", "if False else grads", "unit/core/gradients/clipping"),
   Mutant("clipping hides infinities", "_src/core/gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/core/gradients/clipping"),
