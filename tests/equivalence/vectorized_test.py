@@ -349,7 +349,7 @@ def test_members_of_a_group_stay_bitwise_equal(
   """Also where the numbers of replicas fill no vector of the processor."""
   strategy = VectorizedStrategy(num_replicas)
   with strategy.scope():
-    weights = [tf.Variable(tf.ones([7, 3])), tf.Variable(tf.ones([5]))]
+    weights = [tf.Variable(tf.ones(shape)) for shape in ([7, 3], [5], [3])]
     optimizer = CrossShardOptimizer(
       make(), fused_update=fused, loss_averaged_over="global"
     )
@@ -363,6 +363,7 @@ def test_members_of_a_group_stay_bitwise_equal(
   def step(values: Any) -> None:
     def replica_fn(x: tf.Tensor) -> None:
       grads = [x * weights[0] + x, tf.reduce_sum(x) * weights[1]]
+      grads += [tf.zeros([3])]  # Ftrl then makes zeros, which have a sign.
       optimizer.apply_gradients(list(zip(grads, weights, strict=True)))
 
     strategy.run(replica_fn, (values,))

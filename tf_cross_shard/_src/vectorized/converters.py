@@ -418,11 +418,28 @@ def _transcendental(call: Call) -> Any:
   optimizers compute powers and roots of whole slots. TensorFlow replaces a
   division by a root by Rsqrt, unless something is between them, as it is here.
   """
+  is_of_slots = call.op_type in ("Pow", "Rsqrt", "Sqrt")
+  if call.op.outputs[0].shape.rank != 0 and not is_of_slots:
+    return vectorizer.convert_by_pfor(call)
+  return _in_whole_vectors(call)
+
+
+@converts("Maximum", "Minimum", forced=False)
+def _extreme(call: Call) -> Any:
+  """Limits a tensor; a limit of 0, as in Ftrl, decides the sign of zeros."""
+  limits = map(tf.get_static_value, call.op.inputs)
+  if any(limit is not None and not np.any(limit) for limit in limits):
+    return _in_whole_vectors(call)
+  return vectorizer.convert_by_pfor(call)
+
+
+def _in_whole_vectors(call: Call) -> Any:
+  """Computes an operation of scalars, and of tensors of one known shape."""
   rank = call.op.outputs[0].shape.rank
   shapes = [x.shape for x in call.op.inputs if x.shape.rank != 0]
-  is_simple = all(x.is_fully_defined() and x == shapes[0] for x in shapes)
-  is_of_slots = call.op_type in ("Pow", "Rsqrt", "Sqrt")
-  if rank is None or (rank and not (is_of_slots and is_simple)):
+  if rank is None or not all(
+    x.is_fully_defined() and x == shapes[0] for x in shapes
+  ):
     return vectorizer.convert_by_pfor(call)
   inputs = [rows(call, i) for i in range(call.num_inputs)]
   shape = tf.shape(max(inputs, key=lambda x: x.shape.rank))

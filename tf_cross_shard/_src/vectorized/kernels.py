@@ -93,12 +93,9 @@ def _ftrl(x: Values) -> dict[str, Any]:
   shrunk = grad + 2 * x["l2_shrinkage"] * var if "l2_shrinkage" in x else grad
   linear = x["linear"] + shrunk - (power - power_before) / lr * var
   divisor = power / lr + 2 * x["l2"]
-  limited = tf.clip_by_value(linear, -x["l1"], x["l1"])
-  return {
-    "accum": accum,
-    "linear": linear,
-    "var": (limited - linear) / divisor,
-  }
+  moved = (x["l1"] * tf.sign(linear) - linear) / divisor
+  var = tf.where(tf.abs(linear) > x["l1"], moved, tf.zeros_like(moved))
+  return {"accum": accum, "linear": linear, "var": var}
 
 
 _FORMULAS: Final[dict[str, Callable[[Values], dict[str, Any]]]] = {
