@@ -44,7 +44,8 @@ check "$python" tools/preemptions.py --kills=40 --seed="$seed" --faults
 # nights are 10,000 apart, so no program is tried in two nights.
 for legacy in 0 1; do
   export TF_USE_LEGACY_KERAS=$legacy
-  check "$python" tools/fuzz.py --seeds=2000 --start="${seed}0000"
+  check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000"
+  check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000" --vectorized
   check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
 done
 unset TF_USE_LEGACY_KERAS

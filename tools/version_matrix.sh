@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the contract, equivalence and mixed-precision tests with other versions of
-# TensorFlow and Keras, and prints a Markdown table with one row for each pair.
+# Runs the contract, equivalence and mixed-precision tests, and those of vectorized
+# replicas, with other versions of TensorFlow and Keras, and prints a Markdown table
+# with one row for each pair.
 #
 #   bash tools/version_matrix.sh              # every row, which takes hours
 #   bash tools/version_matrix.sh 2.16 2.21    # the rows of these TensorFlows
@@ -35,7 +36,7 @@ rows=(
 )
 tests=(tests/equivalence/{contract,equivalence,mixed_precision}_test.py)
 # These tests run only with Keras 3; `both_tests` also needs tf_keras.
-keras3_tests=(tests/unit/core/keras3/classes_test.py)
+keras3_tests=(tests/unit/core/keras3/classes_test.py tests/unit/vectorized)
 both_tests=(tests/unit/core/tf_keras/classes_test.py)
 limit=7200  # the time limit of one run of pytest, in seconds
 
