@@ -336,7 +336,7 @@ def test_a_nan_in_one_group_skips_that_group_alone() -> None:
     lambda: _adam(keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.7)),
     lambda: keras.optimizers.Nadam(0.01),
     lambda: keras.optimizers.Ftrl(0.1, learning_rate_power=-0.4),
-    lambda: keras.optimizers.RMSprop(0.01),
+    lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
     lambda: keras.optimizers.SGD(
       keras.optimizers.schedules.CosineDecay(0.01, 30)
     ),
@@ -370,7 +370,7 @@ def test_members_of_a_group_stay_bitwise_equal(
 
   for _ in range(12):
     step(given)
-  for variable in weights:
+  for variable in (*weights, *testbed.variables_of(optimizer)):
     assert len({copy.tobytes() for copy in testbed.copies(variable)}) == 1
 
 

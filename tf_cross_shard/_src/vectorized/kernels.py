@@ -57,7 +57,7 @@ def _adagrad(x: Values) -> dict[str, Any]:
   accum = x["accum"]
   if x["update_slots"]:
     accum += x["grad"] * x["grad"]
-  root = tf.sqrt(accum) + x.get("epsilon", 0.0)
+  root = _root(accum) + x.get("epsilon", 0.0)
   return {"accum": accum, "var": x["var"] - x["lr"] * x["grad"] / root}
 
 
@@ -68,7 +68,7 @@ def _rmsprop(x: Values) -> dict[str, Any]:
   if "mg" in x:  # Centered.
     new["mg"] = x["mg"] + (grad - x["mg"]) * keep
     variance -= new["mg"] * new["mg"]
-  step = x["lr"] * grad / tf.sqrt(variance + x["epsilon"])
+  step = x["lr"] * grad / _root(variance + x["epsilon"])
   new["mom"] = x["momentum"] * x["mom"] + step
   return {**new, "var": x["var"] - new["mom"]}
 
@@ -76,7 +76,7 @@ def _rmsprop(x: Values) -> dict[str, Any]:
 def _adadelta(x: Values) -> dict[str, Any]:
   grad, rho, epsilon = x["grad"], x["rho"], x["epsilon"]
   accum = rho * x["accum"] + (1 - rho) * grad * grad
-  root = tf.sqrt((x["accum_update"] + epsilon) / (accum + epsilon))
+  root = _root((x["accum_update"] + epsilon) / (accum + epsilon))
   update = root * grad
   accum_update = rho * x["accum_update"] + (1 - rho) * update * update
   return {
@@ -114,10 +114,15 @@ _FORMULAS: Final[dict[str, Callable[[Values], dict[str, Any]]]] = {
 }
 
 
+def _root(x: tf.Tensor) -> tf.Tensor:
+  """Returns a root, so that quotients have the same bits at every place."""
+  return converters.in_lanes("Sqrt", x)
+
+
 def _power(base: tf.Tensor, exponent: Any) -> tf.Tensor:
-  """Returns a power; a root has the same bits at every place in a tensor."""
+  """Returns a power; it has the same bits at every place in a tensor."""
   if isinstance(exponent, float) and exponent == 0.5:
-    return tf.sqrt(base)
+    return _root(base)
   return converters.in_lanes("Pow", base, exponent + tf.zeros_like(base))
 
 
