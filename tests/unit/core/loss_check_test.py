@@ -213,3 +213,13 @@ def test_bad_arguments(step: Callable[..., Any], rows: int, words: str) -> None:
     optimizer = keras3.CrossShardOptimizer("sgd")
   with pytest.raises(ValueError, match=re.escape(words)):
     optimizer.check_loss(step, X[:rows])
+
+
+def test_a_distributed_batch() -> None:
+  strategy = testbed.mirrored()
+  data = tf.data.Dataset.from_tensors(X)
+  [batch] = strategy.experimental_distribute_dataset(data)
+  with strategy.scope():
+    optimizer = keras3.CrossShardOptimizer("sgd")
+  with pytest.raises(ValueError, match=r"`batch` .*is distributed already"):
+    optimizer.check_loss(lambda _: None, batch)

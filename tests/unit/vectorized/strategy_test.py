@@ -398,6 +398,20 @@ def test_whole_batches_train_as_separate_fits() -> None:
     np.testing.assert_allclose(values, means, rtol=1e-5)
 
 
+def test_predict_with_whole_batches_warns_of_more_rows(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
+  shared = VectorizedStrategy(N, split_batches=False)
+  with shared.scope():
+    model = testbed.network(1)
+    model.compile("sgd", "mse")
+  for _ in range(2):
+    assert len(model.predict(np.ones([4, 3], np.float32), verbose=0)) == 4 * N
+  assert caplog.text.count("3 times as many rows") == 1
+  model.evaluate(np.ones([4, 3]), np.ones([4, 1]), verbose=0)
+  assert caplog.text.count("as many rows") == 1
+
+
 def test_xla_updates_large_stacks(strategy: VectorizedStrategy) -> None:
   rates, shape = [0.5, 0.1, 0.02], [512, 700]  # With N copies, over a million.
   with strategy.scope():

@@ -36,6 +36,13 @@ def check(
   if count == 1:
     return chosen or loss_factor.REPLICA
   batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+  for leaf in tf.nest.flatten(batch):
+    if isinstance(leaf, tf.distribute.DistributedValues):
+      raise ValueError(
+        "`batch` must be the batch of all replicas; got"
+        f" {type(leaf).__name__}, which is distributed already. Pass a batch of"
+        " the dataset from before experimental_distribute_dataset."
+      )
   batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
   for tensor in tf.nest.flatten(batch):
     if tensor.shape.rank == 0 or tensor.shape[0] % count:

@@ -8,6 +8,7 @@ of N rows. In the device's eyes there is one program with larger tensors.
 """
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -129,6 +130,8 @@ class VectorizedStrategy(tf.distribute.Strategy):
     ):
       if not warnings.is_evaluated_by_group:
         warnings.before_evaluating()
+    if model is not None:
+      self.extended.warn_of_copies(fn)
     if tf.executing_eagerly():
       return self.extended.function_of(fn)(tuple(args), kwargs or {})
     return super().run(fn, args, kwargs, options)
@@ -181,6 +184,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     super().__init__(strategy)
     self._count = num_replicas
     self._split_batches = split_batches
+    self._has_warned = False
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     self._device = device_util.canonicalize(f"/device:{kind}:0")
     # Maps the id of a variable's handle in replicas' programs to the variable.
@@ -239,6 +243,20 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     return distribute_utils.regroup(
       tuple(map(value_fn, contexts)), always_wrap=True
     )
+
+  def warn_of_copies(self, fn: Callable[..., Any]) -> None:
+    """Warns once if `predict` runs all replicas on the same batches."""
+    if self._split_batches or "predict" not in getattr(fn, "__qualname__", ""):
+      return
+    if self._count > 1 and not self._has_warned:
+      self._has_warned = True
+      logging.getLogger("tf_cross_shard").warning(
+        "predict() with split_batches=False returns the predictions of all %d"
+        " replicas for each batch, one after the other: %d times as many rows."
+        " Use the models that replica_state.load_group or"
+        " replica_state.ensemble returns.",
+        *(self._count, self._count),
+      )
 
   # Replicas.
 
