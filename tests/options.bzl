@@ -4,6 +4,7 @@
 LARGE = [
     "equivalence/mixed_precision_test.py",
     "equivalence/random_programs_test.py",
+    "equivalence/repeated_ids_test.py",
     "equivalence/tpu_program_test.py",
     "multi_process/examples_test.py",
     "multi_process/migration_example_test.py",
@@ -24,6 +25,7 @@ SLOW = [
     "equivalence/mixed_precision_test.py",
     "equivalence/original_test.py",
     "equivalence/random_programs_test.py",
+    "equivalence/repeated_ids_test.py",
     "equivalence/tf_keras_mode_test.py",
     "multi_process/examples_test.py",
     "multi_process/migration_example_test.py",
