@@ -108,7 +108,7 @@ def fit(
 
 
 def fit_one(rate: float) -> tuple[list[float], float]:
-  """Trains one model on all replicas; returns its accuracies, and the cost."""
+  """Trains one model; returns its accuracy per epoch and the CPU seconds."""
   with local_strategy(_REPLICAS.value).scope():
     history, seconds = fit(
       lambda adam: CrossShardOptimizer(adam, shard_update=_SHARD_UPDATE.value),

@@ -50,7 +50,7 @@ def make(
   strategy: virtual_tpu.VirtualTPUStrategy,
   case: models.Case,
 ) -> Contestant:
-  """Creates a model, its optimizer and its step.
+  """Builds one contestant: a model, an optimizer and a training step.
 
   Args:
     name: One of `NAMES`.

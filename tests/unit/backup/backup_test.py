@@ -540,7 +540,7 @@ def test_a_run_that_finds_its_work_finished(
   tmp_path: pathlib.Path,
   caplog: pytest.LogCaptureFixture,
 ) -> None:
-  """It says what to delete, and keeps a learning rate that is new."""
+  """A finished run names the folder to delete, and keeps a changed rate."""
   for rate in (0.5, second):
     model = tf.keras.Sequential(
       [tf.keras.Input((4,)), tf.keras.layers.Dense(1)]

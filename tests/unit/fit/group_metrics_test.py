@@ -105,7 +105,7 @@ def test_metrics_are_those_of_plain_keras(where: str) -> None:
 
 @pytest.mark.tf_keras_mode
 def test_all_groups_are_evaluated_at_once_as_one_by_one() -> None:
-  """Two outputs, and losses, regularizers and statistics of each group.
+  """The model has two outputs. Each group has its own loss and regularizer.
 
   Tensors, other than arrays, are evaluated by Keras, one group at a time.
   """

@@ -105,9 +105,10 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def check_var_list(var_list: Any) -> list[Any] | None:
-  """Returns `var_list` as a list of trainable variables; None for None.
+  """Returns the trainable variables that the argument `var_list` names.
 
-  It may also be one variable, or a function that returns variables.
+  The argument may be a list, one variable, a function that returns variables,
+  or None, which stays None.
   """
   if callable(var_list) and not is_variable(var_list):
     var_list = var_list()

@@ -170,7 +170,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     )
 
   def _create(self, make: Callable[..., Any], **kwargs: Any) -> Any:
-    """Creates a variable, or raises an error that says why it cannot."""
+    """Creates a variable on all workers; an error names what went wrong."""
     workers = self._workers
     if workers is None or not tf.executing_eagerly():
       return make(**kwargs)

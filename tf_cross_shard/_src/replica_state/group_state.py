@@ -381,7 +381,10 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def _strategy_of(entries: Sequence[Entry]) -> tf.distribute.Strategy:
-  """Returns the only strategy whose replicas have the variables."""
+  """Returns the strategy that all variables were created in.
+
+  Raises `ValueError` if there are several.
+  """
   owned = [(p.name, replicas_lib.strategy_of(p.variable)) for p in entries]
   owned = [pair for pair in owned if pair[1] is not None]
   for name, strategy in owned:

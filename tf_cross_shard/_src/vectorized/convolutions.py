@@ -80,7 +80,9 @@ def _attrs(call: Call) -> dict[str, Any]:
 def _can_concatenate(
   call: Call, x: tf.Tensor, filters: tf.Tensor, with_groups: bool = True
 ) -> bool:
-  """Returns whether channels can be concatenated.
+  """Returns whether one convolution can compute those of all replicas.
+
+  If not, the convolutions run once for each replica.
 
   Args:
     call: The operation.

@@ -169,13 +169,13 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
   # TensorFlow's methods would gather rows of the stack.
 
   def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-    """Returns the rows with these indices of the value."""
+    """Returns rows of the value: replica 0's copy, if called on the host."""
     if _in_replica():
       return super().sparse_read(indices, name)
     return tf.gather(self._read_variable_op(), indices, name=name)
 
   def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
-    """Returns the slices with these indices of the value."""
+    """Returns slices of the value; works like `sparse_read`."""
     if _in_replica():
       return super().gather_nd(indices, name)
     return tf.gather_nd(self._read_variable_op(), indices, name=name)

@@ -111,9 +111,10 @@ class Inner(abc.ABC):
     """The attribute whose slots start as copies of the weights, or ""."""
 
   def fuse(self, wanted: bool | None) -> None:
-    """Sets whether kernels or XLA do the steps; None: where they are faster.
+    """Chooses kernels or XLA for the update steps: the setting `fused_update`.
 
-    Raises `ValueError` for True if neither can do them.
+    None uses them wherever they are faster. True raises `ValueError` if neither
+    can do the steps.
     """
     optimizer = self.innermost
     has_kernel = fused.find_kernel(optimizer) is not None

@@ -116,7 +116,10 @@ def windows(optimizer: Optimizer) -> list[Variable]:
 
 
 def _rate_variables(optimizer: Optimizer) -> list[Variable]:
-  """Returns an optimizer's learning rate, and the factors of a `PerGroup`."""
+  """Returns the variables that set the learning rate of an optimizer.
+
+  With a `PerGroup`, these are the factors by which callbacks change its rates.
+  """
   rates = keras_private.rates_and_schedules(optimizer)
   factors = [getattr(rate, "rate_factor", None) for rate in rates]
   return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]

@@ -131,7 +131,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
     )
 
   def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
-    """Reduces gradients before a new LossScaleOptimizer around this optimizer.
+    """Lets an outer LossScaleOptimizer check reduced gradients only.
 
     `loss_scaler` says why. Our `methods` replace its methods of these names.
     """

@@ -163,7 +163,7 @@ class Mirrored(collective_ops.CollectiveEngine):
     tensors: Sequence[tf.Tensor],
     add_up: Callable[[list[tf.Tensor]], tf.Tensor],
   ) -> list[tf.Tensor]:
-    """Sums in a merge call, in packed buffers that need no reshaping."""
+    """Packs tensors of the same width into buffers, and sums these at once."""
     buffers, unpack = packing.pack(tensors, _MERGE_BUCKET_BYTES, by_width=True)
     return unpack(self._merge_each(buffers, add_up))
 

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule for tf_keras (Keras 2).
+"""CrossShardOptimizer and the schedule PerGroup, for tf_keras (Keras 2).
 
 If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1),
 `tf_cross_shard.CrossShardOptimizer` is the class in this module. In a program

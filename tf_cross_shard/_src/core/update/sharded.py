@@ -243,7 +243,10 @@ class ShardedUpdate(replicated.Update):
           weight.assign(value)
 
   def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
-    """Runs a function once on all replicas, in a graph: eagerly, it warns."""
+    """Runs a function once on all replicas, in a `tf.function`.
+
+    TensorFlow warns of `strategy.run` in eager mode.
+    """
     # Not a lambda, for which TensorFlow would warn about retracing.
     run = functools.partial(self.engine.strategy.run, step)
     tf.function(run, autograph=False)()
