@@ -120,7 +120,7 @@ def test_the_host_gathers_rows_of_the_value(
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-  """Equal objects, of which one has other data that does not count."""
+  """Objects with the same name are equal, whatever their factor is."""
 
   name: str
   factor: float = dataclasses.field(compare=False)
@@ -283,7 +283,8 @@ class TestDatasets:
     elements = self._elements(strategy, 7)
     assert elements == [[[0, 1, 2], [3, 4, 5], [6]], [[7, 8], [9, 10], [11]]]
     data = tf.data.Dataset.range(12).batch(5, drop_remainder=True)
-    strategy.experimental_distribute_dataset(data)
+    spec = strategy.experimental_distribute_dataset(data).element_spec
+    assert [own.shape.as_list() for own in spec._value_specs] == [[None]] * N
     assert "Each batch has 5 examples" in caplog.text
     assert "repeats the first 1 examples" in caplog.text
 
@@ -298,7 +299,7 @@ class TestDatasets:
 
 
 class TestUnevenBatches:
-  """Ten examples on three replicas, in batches of seven."""
+  """Three replicas share ten examples, in batches of seven and three."""
 
   def _data(self) -> tuple[np.ndarray, np.ndarray]:
     x = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")

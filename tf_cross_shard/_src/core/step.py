@@ -325,7 +325,7 @@ def _make_update(
     if min(engine.groups.group_size, engine.num_replicas) > 1:
       # Vectorized replicas update a variable in one operation, so that there is
       # no work to divide.
-      if kind == "by_variable" and engine.is_spmd and engine.supports_sparse:
+      if kind == "by_variable" and engine.is_spmd and not engine.is_compiled:
         return replicated.Update(inner, wire, tables)
       return _SHARDED[kind](inner, wire, tables, settings.skip_nonfinite)
   return replicated.Update(inner, wire, tables)

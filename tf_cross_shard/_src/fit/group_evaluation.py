@@ -22,7 +22,11 @@ _autograph = tf.__internal__.autograph
 
 
 def is_traceable(model: Any) -> bool:
-  """Returns whether a function may call `test_step` in place of `evaluate`."""
+  """Returns whether calling `test_step` does the same as Keras' `evaluate`.
+
+  A model that overrides a step of the evaluation, or that runs eagerly, needs
+  `evaluate` itself.
+  """
   base, kind = keras_private.keras_of(model).Model, type(model)
   return not model.run_eagerly and all(
     getattr(kind, hook) is getattr(base, hook) for hook in _HOOKS
@@ -109,10 +113,7 @@ class Stacks:
       outputs = vectorizer.vectorize(
         function.get_concrete_function(), self.groups, [], handles
       )
-      return [
-        x.t if x.is_stacked else tf.repeat(x.t[tf.newaxis], self.groups, axis=0)
-        for x in outputs
-      ]
+      return [vectorizer.with_count(x, self.groups) for x in outputs]
 
     def results() -> list[Any]:
       metrics = flat(model.get_metrics_result())
@@ -143,14 +144,14 @@ class Stacks:
 
 
 def mean_over_groups(tensor: tf.Tensor, groups: int) -> tf.Tensor:
-  """Returns the mean of all groups' values, in a program for all groups."""
+  """Averages a tensor over all groups, inside the program that has them all."""
   if tf.executing_eagerly():  # To create metrics: there is one group only.
     return tensor
   return replica_context.cross_replica_sum(tensor, [[*range(groups)]]) / groups
 
 
 def flat(results: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns metrics by name. A model with several outputs nests them."""
+  """Returns metrics by name, without the nesting by output that Keras uses."""
   found: dict[str, Any] = {}
   for key, value in results.items():
     found |= value if isinstance(value, dict) else {key: value}

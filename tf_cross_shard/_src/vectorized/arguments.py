@@ -104,24 +104,26 @@ class ReplicaValuesSpec(tf.TypeSpec):
     if self._layout == Layout.ROWS:
       spec = tf.TensorSpec(spec.shape[1:], spec.dtype)
     elif self._layout == Layout.BATCH:
-      size = spec.shape[0] and spec.shape[0] // self._count
-      spec = tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
+      size = spec.shape[0]
+      is_equal = size is not None and size % self._count == 0
+      each = size // self._count if is_equal else None
+      spec = tf.TensorSpec([each, *spec.shape[1:]], spec.dtype)
     return (spec,) * self._count
 
 
 def num_examples(tensor: tf.Tensor) -> Any:
-  """Returns the size of axis 0; an int if it is known."""
+  """Returns the batch size: an int if it is known, and otherwise a tensor."""
   size = tensor.shape[0]
   return tf.shape(tensor)[0] if size is None else size
 
 
 def examples_of_replica(size: Any, count: int) -> Any:
-  """Returns ceil(size / count)."""
+  """Returns how many examples a replica gets: ceil(size / count)."""
   return -(-size // count)
 
 
 def is_divisible(batch: tf.Tensor, count: int) -> bool:
-  """Returns whether a batch is known to have as many examples per replica."""
+  """Returns whether all replicas are known to get equally many examples."""
   size = num_examples(batch)
   return isinstance(size, int) and size % count == 0
 
@@ -181,7 +183,7 @@ class Arguments:
     return num_examples(next(iter(self.batches.values())))
 
   def of_first_replica(self) -> list[tf.Tensor]:
-    """Returns inputs for replica 0, as stacks of one row: all examples."""
+    """Returns inputs with which replica 0 alone sees all examples."""
     return [
       self.batches[i][tf.newaxis] if i in self.batches else stack[:1]
       for i, stack in enumerate(self.stacks)
@@ -198,7 +200,7 @@ class Arguments:
     return Layout.ROWS if output.shape[0] is not None else Layout.BATCH
 
   def without_filling(self, stack: tf.Tensor) -> tf.Tensor:
-    """Returns the rows of all examples, without those that fill the last part.
+    """Joins the parts of all replicas, and drops repeated examples.
 
     Args:
       stack: An output with the layout BATCH: `[N, ceil(B / N), ...]`, or

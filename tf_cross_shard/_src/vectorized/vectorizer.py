@@ -377,10 +377,10 @@ def _branch_together(
   outputs = tf.cond(
     condition, lambda: convert(branches[1]), lambda: convert(branches[0])
   )
-  if not are_optional:
-    return []
-  outputs = outputs if isinstance(outputs, list) else [outputs]
-  return [wrap(x, not y) for x, y in zip(outputs, are_optional, strict=True)]
+  return [
+    wrap(x, not is_optional)
+    for x, is_optional in zip(outputs or (), are_optional, strict=True)
+  ]
 
 
 # What both branches return for a conditional, and a function that merges two
@@ -645,6 +645,15 @@ def with_rows(call: Call, x: Wrapped) -> tf.Tensor:
   if x.is_stacked or x.t.dtype == tf.variant:
     return call.pfor._unwrap_or_tile(x)
   return _repeat(x.t, num_rows(call.pfor))
+
+
+def with_count(x: Wrapped, count: int) -> tf.Tensor:
+  """Returns an output of `vectorize` with `count` rows.
+
+  An output that is shared, or that has one row, is repeated.
+  """
+  rows = x.t if x.is_stacked else x.t[tf.newaxis]
+  return tf.broadcast_to(rows, tf.concat([[count], tf.shape(rows)[1:]], axis=0))
 
 
 def _repeat(tensor: tf.Tensor, count: Any) -> tf.Tensor:

@@ -62,8 +62,6 @@ class VirtualTPUExtended(strategy_lib.VectorizedExtended):
   """The methods that TensorFlow and Keras call on a strategy."""
 
   _for_xla = True
-  adds_in_float32 = False
-  gathers_rows = False
   stacks_replicas = False
 
   def __init__(self, *args: Any) -> None:

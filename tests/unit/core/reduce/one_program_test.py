@@ -237,7 +237,7 @@ def test_rows_are_gathered_if_the_strategy_does(
   strategy = testbed.virtual(4)
   engine = one_program.TPU(strategy, groups.Groups([[0, 2], [1, 3]]))
   assert not engine.supports_sparse
-  monkeypatch.setattr(strategy.extended, "gathers_rows", True, raising=False)
+  monkeypatch.setattr(strategy.extended, "stacks_replicas", True, raising=False)
   assert engine.supports_sparse
 
   @tf.function(autograph=False)

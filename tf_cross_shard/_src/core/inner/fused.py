@@ -382,7 +382,7 @@ def updating(
   """
   overridden: dict[str, Any] = {}
   extended = keras_private.strategy(optimizer).extended
-  if getattr(extended, "gathers_rows", False):
+  if getattr(extended, "stacks_replicas", False):
     overridden = keras_private.with_static_shapes(optimizer)
   if is_compiled(optimizer):
     return overriding.overriding(optimizer, **overridden)

@@ -44,8 +44,9 @@ class TPU(engine.Engine):
   A different strategy whose replicas run one program, such as the virtual TPU
   and VectorizedStrategy, can also use this engine. It must provide the methods
   `extended.cross_replica_sum(tensor, group_assignment)` and
-  `extended.all_to_all(tensor, group_assignment)`. With `extended.gathers_rows`,
-  gradients of embedding tables stay row-sparse.
+  `extended.all_to_all(tensor, group_assignment)`. With
+  `extended.stacks_replicas`, the replicas are on one device, and the program is
+  not compiled by XLA.
   """
 
   is_spmd = True
@@ -73,7 +74,7 @@ class TPU(engine.Engine):
 
   @property
   def supports_sparse(self) -> bool:  # type: ignore[override]
-    return bool(getattr(self.strategy.extended, "gathers_rows", False))
+    return not self.is_compiled
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(map(self._gather, tensors))
@@ -105,7 +106,7 @@ class TPU(engine.Engine):
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     # A TPU adds in the dtype of the tensors. Replicas on one device send
     # nothing, so that a wider sum costs nothing, and need not round it.
-    if getattr(self.strategy.extended, "adds_in_float32", False):
+    if not self.is_compiled:
       tensors = [
         tf.cast(tensor, tf.float32)
         if tensor.dtype in packing.WIRE_DTYPES
