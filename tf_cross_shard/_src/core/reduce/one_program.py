@@ -83,7 +83,7 @@ class TPU(engine.Engine):
     if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
       return super().reduce_scatter(row)  # XlaReduceScatter has no float64.
     return gen_xla_ops.xla_reduce_scatter(
-      input=row,
+      input=self._widened(row),
       group_assignment=_in_order(self.groups),
       scatter_dimension=0,
       reduce_op="Add",
@@ -104,16 +104,16 @@ class TPU(engine.Engine):
     return exchange(repeated, _in_order(self.groups))
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    # A TPU adds in the dtype of the tensors. Replicas on one device send
-    # nothing, so that a wider sum costs nothing, and need not round it.
-    if not self.is_compiled:
-      tensors = [
-        tf.cast(tensor, tf.float32)
-        if tensor.dtype in packing.WIRE_DTYPES
-        else tensor
-        for tensor in tensors
-      ]
-    return self.all_reduce_sum(tensors)
+    return self.all_reduce_sum(list(map(self._widened, tensors)))
+
+  def _widened(self, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor in the dtype in which this engine adds it.
+
+    A TPU adds in the dtype of the tensors. Replicas on one device send nothing,
+    so that a wider sum costs nothing.
+    """
+    is_wide = self.is_compiled or tensor.dtype not in packing.WIRE_DTYPES
+    return tensor if is_wide else tf.cast(tensor, tf.float32)
 
   def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
     mark = getattr(self.strategy.extended, "same_on_all_replicas", None)
