@@ -53,8 +53,9 @@ _VARIABLES: dict[
   "large": ((40, 30), lambda v, f: f["x"][:, :2] * tf.reduce_sum(v)),
   "unused": ((2,), lambda v, f: tf.zeros_like(f["y"])),
 }
+# Not tanh: where it saturates, its gradient 1 - y ** 2 is the rounding of y.
 _LAYERS: dict[str, Callable[[], Any]] = {
-  "dense layer": lambda: tf.keras.layers.Dense(2, "tanh"),
+  "dense layer": lambda: tf.keras.layers.Dense(2, "softsign"),
   "constrained layer": lambda: tf.keras.layers.Dense(
     2, kernel_constraint=tf.keras.constraints.MaxNorm(0.75)
   ),
