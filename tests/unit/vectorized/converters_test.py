@@ -238,6 +238,27 @@ def test_all_to_all(dtype: str) -> None:
   np.testing.assert_array_equal(rows, sent.T)
 
 
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize(
+  ("shape", "axis"),
+  [((64, 10), 0), ((33, 65), -2), ((5, 33, 10), (0, 1)), ((5, 33, 10), (0, 2))],
+)
+def test_equal_replicas_have_sums_of_the_same_bits(
+  shape: tuple[int, ...], axis: Any, keepdims: bool
+) -> None:
+  values = np.random.default_rng(0).normal(size=shape).astype("f4")
+  strategy = VectorizedStrategy(N)
+  with strategy.scope():
+    variable = tf.Variable(values)
+  for reduce, numpy in (tf.reduce_mean, np.mean), (tf.reduce_sum, np.sum):
+    sums = strategy.experimental_local_results(
+      strategy.run(lambda f: f(variable, axis, keepdims), (reduce,))
+    )
+    expected = numpy(values.astype("f8"), axis, keepdims=keepdims)
+    np.testing.assert_allclose(sums[0], expected, rtol=1e-5, atol=1e-6)
+    assert len({x.numpy().tobytes() for x in sums}) == 1
+
+
 def test_gradients_of_branches() -> None:
   """Branches keep different tensors, which their gradients read."""
 

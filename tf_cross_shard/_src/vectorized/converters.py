@@ -11,6 +11,7 @@ Inside a conditional, only some replicas take part: see `_Rewriter.mask`, and
 pfor's `all_indices`, which holds the numbers of the rows that are there.
 """
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -449,6 +450,33 @@ def _in_whole_vectors(call: Call) -> Any:
     x = tf.reshape(x, tf.concat([tf.shape(x), ones], axis=0))
     same_shape.append(tf.broadcast_to(x, shape))
   return [wrap(in_lanes(call.op_type, *same_shape), True)]
+
+
+@converts("Mean", "Sum", forced=False)
+def _sum_of_rows(call: Call) -> Any:
+  """Reduces the rows of a weight, as Adafactor and norm constraints do.
+
+  For these sums, too, the last columns may be added up in another order, unless
+  they fill whole vectors. So the reduced axes become the last, along which each
+  sum is computed alike. Shapes with the size of a batch are seldom known, so
+  that sums over examples are not slower.
+  """
+  shape, axes = call.op.inputs[0].shape, tf.get_static_value(call.op.inputs[1])
+  if axes is None or not shape.is_fully_defined():
+    return vectorizer.convert_by_pfor(call)
+  reduced = sorted(np.ravel(axes) % max(shape.rank, 1))
+  columns = math.prod(shape[max(reduced, default=-1) + 1 :])
+  if not reduced or columns == 1 or columns % _LANES == 0:
+    return vectorizer.convert_by_pfor(call)
+  kept = [i for i in range(shape.rank) if i not in reduced]
+  order = [0, *(i + 1 for i in kept), *(i + 1 for i in reduced)]
+  value = getattr(_raw, call.op_type)(
+    input=tf.transpose(rows(call, 0), order),
+    axis=[*range(1 + len(kept), 1 + shape.rank)],
+  )
+  if call.op.get_attr("keep_dims"):
+    value = tf.reshape(value, [-1, *call.op.outputs[0].shape])
+  return [wrap(value, True)]
 
 
 def in_lanes(name: str, *inputs: tf.Tensor) -> tf.Tensor:
