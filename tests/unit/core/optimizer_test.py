@@ -272,6 +272,7 @@ class TestBadInput:
       ({"clip": 1.0}, TypeError, r"^CrossShardOptimizer\.__init__.*'clip'"),
       ({"zzz": 1.0}, TypeError, r"^CrossShardOptimizer\.__init__.*'zzz'$"),
       ({"lazy_row": True}, TypeError, "Did you mean 'lazy_rows'"),
+      ({"opt": SGD(), "learning_rate": 0.1}, TypeError, "Pass it to SGD"),
       ({"groups": None}, TypeError, "Did you mean .*'group_assignment'"),
       ({"accumulation_steps": 2}, TypeError, "mean 'accumulate_steps'"),
     ],

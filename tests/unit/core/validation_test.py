@@ -102,7 +102,12 @@ BAD_PAIRS: list[Any] = [
     ["not None", "No gradients provided for any variable: ['v']"],
   ),
   (lambda: [(1.0, 2.0)], TypeError, ["tf.Variable or keras.Variable", "2.0"]),
-  (lambda: [(tf_variable(), _tensor())], TypeError, ["not its value"]),
+  (lambda: [(1.0, _tensor())], TypeError, ["not its value"]),
+  (
+    lambda: [(tf_variable(), _tensor())],
+    TypeError,
+    ["begins with the variable v", "zip(grads, variables)"],
+  ),
   (lambda: [(1.0, _reference_variable())], TypeError, ["use_resource=True"]),
   (
     lambda: [(tf.zeros([3]), tf_variable([1.0, 2.0]))],

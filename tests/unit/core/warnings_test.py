@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import replica_state
+from tf_cross_shard import CrossShardOptimizer, replica_state
 
 PAIRS = [[0, 1], [2, 3]]
 CROSSED = [[0, 2], [1, 3]]
@@ -76,3 +76,23 @@ def test_averages_in_shards_warn_at_evaluation(
     model.fit(x, x, batch_size=4, verbose=0, callbacks=[swap()] * swaps)
   found = [r.message for r in caplog.records if "SwapEMAWeights" in r.message]
   assert len(found) == (shards and swaps)
+
+
+@pytest.mark.tf_keras_mode
+def test_early_stopping_warns_before_it_overwrites_groups(
+  said: list[str],
+) -> None:
+  with testbed.mirrored().scope():
+    model = testbed.one_weight()
+    optimizer = CrossShardOptimizer("sgd", group_assignment=SINGLES)
+    model.compile(optimizer, "mse")
+  x = np.ones([4, 1], "f")
+  stop = tf.keras.callbacks.EarlyStopping("loss")
+  model.fit(x, x, batch_size=4, verbose=0, callbacks=[stop])
+  found = [line for line in said if "EarlyStopping" in line]
+  assert not found
+  stop.restore_best_weights = True
+  for _ in range(2):
+    model.fit(x, x, batch_size=4, verbose=0, callbacks=[stop])
+  [line] = [line for line in said if "EarlyStopping" in line]
+  assert "callbacks.GroupEarlyStopping" in line

@@ -6,7 +6,6 @@ tests/unit/virtual_tpu/strategy_test.py tests what both strategies share.
 import contextlib
 import dataclasses
 import gc
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -207,11 +206,11 @@ class TestOperationsWithoutConverter:
       kernel.assign_add(tf.fill(kernel.shape, own))
       return tf.nn.conv3d(x, kernel, [1] * 5, "VALID")
 
-    with caplog.at_level(logging.INFO, "tf_cross_shard"):
+    with caplog.at_level("INFO", "absl"):
       result = strategy.run(
         convolve, (testbed.per_replica(strategy, list(x)), _ids(strategy))
       )
-    [record] = [r for r in caplog.records if r.name == "tf_cross_shard"]
+    [record] = [r for r in caplog.records if "VectorizedStrategy" in r.message]
     assert "once for each replica" in record.getMessage()
     assert "Conv3D (1)" in record.getMessage()
     for i, own in enumerate(strategy.experimental_local_results(result)):
@@ -296,6 +295,20 @@ class TestDatasets:
     scalars = tf.data.Dataset.range(3)
     with pytest.raises(ValueError, match=r"no rows to split"):
       strategy.experimental_distribute_dataset(scalars)
+
+  def test_examples_in_place_of_batches(
+    self, strategy: VectorizedStrategy
+  ) -> None:
+    data = tf.data.Dataset.from_tensor_slices(
+      (tf.ones([6, 4]), tf.ones([6, 1]))
+    )
+    with pytest.raises(ValueError, match=r"\[4, 1\] rows.* not batches"):
+      strategy.experimental_distribute_dataset(data)
+    # Several rows for each example.
+    pairs = tf.data.Dataset.from_tensors((tf.ones([3]), tf.ones([6])))
+    [(one, two)] = strategy.experimental_distribute_dataset(pairs)
+    parts = map(strategy.experimental_local_results, (one, two))
+    assert [len(part[0]) for part in parts] == [1, 2]
 
 
 class TestUnevenBatches:

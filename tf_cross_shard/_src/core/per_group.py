@@ -285,7 +285,7 @@ def check_rates(
     raise ValueError(
       "`rates` of PerGroup must contain one learning rate for each of the"
       f" {groups.num_groups} groups {groups.to_lists()}; got"
-      f" {len(rate.rates)}: {rate.rates}."
+      f" {len(rate.rates)}: {rate.rates}. Change `rates` or `group_assignment`."
     )
   if isinstance(rate, schedule):
     rate = list(vars(rate).values())

@@ -94,6 +94,12 @@ def check_pairs(grads_and_vars: Iterable[Any]) -> tuple[list[Any], list[Any]]:
         "`grads_and_vars` must contain (gradient, variable) pairs; got"
         f" {_shown(pair)}. Use zip(grads, variables)."
       )
+    if is_variable(pair[0]) and not is_variable(pair[1]):
+      raise TypeError(
+        "`grads_and_vars` must contain (gradient, variable) pairs; got a pair"
+        f" that begins with the variable {path_of(pair[0])}. Use zip(grads,"
+        " variables)."
+      )
   checked = [(_check_gradient(g, v), v) for g, v in pairs]
   if all(grad is None for grad, _ in checked):
     raise ValueError(

@@ -33,15 +33,21 @@ _SHARDED_AVERAGES: Final = (
   " evaluated other weights. Do not pass the callback; `fit` writes the"
   " averages into the model when it ends."
 )
+_RESTORED: Final = (
+  "%s trains %d groups, and EarlyStopping(restore_best_weights=True) gives all"
+  " groups the weights of group 0. Use"
+  " tf_cross_shard.callbacks.GroupEarlyStopping, which gives each group its own"
+  " best weights."
+)
 # The attribute that remembers the groups of the last optimizer that was built
 # on a variable.
 _TRAINED_BY: Final = "_tf_cross_shard_groups"
 _COLLAPSED: Final = (
   "%s trains %d groups, and all groups have the same weights. If the groups"
   " differ in their data or settings, something other than the optimizer, such"
-  " as set_weights(), EarlyStopping(restore_best_weights=True) or a checkpoint,"
-  " gave all groups the same weights. Use tf_cross_shard.replica_state.save()"
-  " and restore(), which keep the weights of each group, or average()."
+  " as set_weights() or a checkpoint, gave all groups the same weights. Use"
+  " tf_cross_shard.replica_state.save() and restore(), which keep the weights"
+  " of each group, or average()."
 )
 
 
@@ -98,6 +104,7 @@ class GroupWarnings:
 
     They differ if an optimizer with different groups has trained a variable.
     """
+    self._check_callbacks()
     groups = self._groups
     for variable in map(variables_lib.distributed, variables):
       earlier = getattr(variable, _TRAINED_BY, groups)
@@ -122,6 +129,7 @@ class GroupWarnings:
   def end_fit(self, has_sharded_averages: bool) -> None:
     """Warns if groups were overwritten, or if Keras evaluates wrong weights."""
     self.check()
+    self._check_callbacks()  # Of a later `fit`, too.
     is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
     # Where a strategy knows when Keras evaluates, it gives the warning then.
     extended = self._engine.strategy.extended
@@ -135,6 +143,12 @@ class GroupWarnings:
     ):
       self._logged.add(_SHARDED_AVERAGES)
       logging.warning(_SHARDED_AVERAGES, self._name)
+
+  def _check_callbacks(self) -> None:
+    """Warns if a callback of `fit` will overwrite the groups' weights."""
+    stop = keras_private.callback_of_fit("EarlyStopping")
+    if getattr(stop, "restore_best_weights", False):
+      self._log_once(_RESTORED)
 
   def accept(self) -> None:
     if self._groups.num_groups > 1 and self._inner.is_built:

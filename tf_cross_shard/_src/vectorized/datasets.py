@@ -9,10 +9,10 @@ tf.data returns what all replicas receive, and no operation is added to the
 dataset: to trace and to start them would cost each epoch some 15 milliseconds.
 """
 
-import logging
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.util import nest
@@ -86,20 +86,31 @@ def split(
   Replica i gets the i-th of N equal parts.
 
   Raises:
-    ValueError: If a component of the dataset is not dense or has no rows.
+    ValueError: If a component of the dataset is not dense or has no rows, or if
+      its elements are not batches.
     NotImplementedError: If `options` asks for one iterator per replica.
   """
   _check(dataset, least_rank=1)
-  for spec in tf.nest.flatten(dataset.element_spec):
-    rows = spec.shape[0] if isinstance(spec, tf.TensorSpec) else None
-    if rows is not None and rows % count:
-      logging.getLogger("tf_cross_shard").warning(
-        "Each batch has %d examples, which %d replicas cannot share equally, so"
-        " a training step repeats the first %d examples of the batch. Choose a"
-        " batch size that is a multiple of the number of replicas.",
-        *(rows, count, -rows % count),
-      )
-      break
+  rows = [
+    spec.shape[0]
+    for spec in tf.nest.flatten(dataset.element_spec)
+    if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0]
+  ]
+  uneven = [n for n in rows if n % count]
+  if uneven and len(set(rows)) > 1:
+    raise ValueError(
+      f"The components of the dataset have {rows} rows, which {count} replicas"
+      " cannot share equally: its elements are not batches of examples. Batch"
+      " the dataset with the global batch size:"
+      " dataset.batch(global_batch_size)."
+    )
+  if uneven:
+    logging.warning(
+      "Each batch has %d examples, which %d replicas cannot share equally, so"
+      " a training step repeats the first %d examples of the batch. Choose a"
+      " batch size that is a multiple of the number of replicas.",
+      *(uneven[0], count, -uneven[0] % count),
+    )
   return _of_replicas(dataset, count, arguments.Layout.BATCH, options)
 
 

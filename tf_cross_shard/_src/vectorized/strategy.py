@@ -8,13 +8,13 @@ of N rows. In the device's eyes there is one program with larger tensors.
 """
 
 import functools
-import logging
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.distribute import (
   device_util,
   distribute_lib,
@@ -70,7 +70,7 @@ class VectorizedStrategy(tf.distribute.Strategy):
   `experimental_local_results(variable)` returns every replica's copy.
 
   Operations that TensorFlow cannot vectorize run once for each replica, with
-  the same numbers; a line in the log, at level INFO, names them.
+  the same numbers; a line in the log, at level INFO of absl, names them.
   """
 
   def __init__(self, num_replicas: int, *, split_batches: bool = True) -> None:
@@ -253,7 +253,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
       return
     if self._count > 1 and not self._has_warned:
       self._has_warned = True
-      logging.getLogger("tf_cross_shard").warning(
+      logging.warning(
         "predict() with split_batches=False returns the predictions of all %d"
         " replicas for each batch, one after the other: %d times as many rows."
         " Use the models that replica_state.load_group or"

@@ -15,12 +15,12 @@ is private. It was tested with TensorFlow 2.16 to 2.21.
 
 import collections
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.framework import auto_control_deps_utils, func_graph
 from tensorflow.python.ops import handle_data_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
@@ -237,7 +237,7 @@ def _converting() -> Iterator[None]:
     try:
       yield
       if _looped:
-        logging.getLogger("tf_cross_shard").info(
+        logging.info(
           "VectorizedStrategy runs these operations once for each replica,"
           " because TensorFlow cannot vectorize them: %s.",
           ", ".join(f"{name} ({n})" for name, n in _looped.items()),

@@ -268,18 +268,23 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
 
 def suggesting(init: _Function) -> _Function:
-  """Lets a constructor suggest names for an argument that it does not have."""
+  """Lets a wrapper's constructor give a remedy for an argument it lacks."""
   names = list(inspect.signature(init).parameters)
 
   @functools.wraps(init)
   def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-    for name in kwargs:
+    optimizer = kwargs.get("opt", args[0] if args else None)
+    for name in kwargs.keys() - names:
       near = difflib.get_close_matches(name, names, 2, 0.5)
-      if name not in names and near:
-        raise TypeError(
-          f"{init.__qualname__}() got an unexpected keyword argument"
-          f" {name!r}. Did you mean {' or '.join(map(repr, near))}?"
-        )
+      remedy = ""
+      if near:
+        remedy = f". Did you mean {' or '.join(map(repr, near))}?"
+      elif hasattr(optimizer, name):
+        remedy = f". Pass it to {type(optimizer).__name__}."
+      raise TypeError(
+        f"{init.__qualname__}() got an unexpected keyword argument"
+        f" {name!r}{remedy}"
+      )
     init(self, *args, **kwargs)
 
   return cast("_Function", checked)
