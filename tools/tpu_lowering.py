@@ -53,7 +53,7 @@ def reductions(module: bytes) -> list[tuple[str, int]]:
 
 def compare(dtype: tf.DType, groups: Groups) -> str:
   """The word "same", or both operations."""
-  engine = one_program.TPU(tf.distribute.get_strategy(), groups)
+  engine = one_program.OneProgram(tf.distribute.get_strategy(), groups)
   table = groups.to_lists()
   real = lower(lambda x: engine.all_reduce_sum([x])[0], dtype)
   virtual = lower(lambda x: replica_context.cross_replica_sum(x, table), dtype)

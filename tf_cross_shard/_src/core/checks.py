@@ -194,7 +194,7 @@ class Checks:
         " of its strategy."
       )
     # Each host of a TPU runs its own program, but they share one strategy.
-    is_one_of_many = reduce.is_tpu(strategy) or isinstance(
+    is_one_of_many = reduce.runs_one_program(strategy) or isinstance(
       strategy, tf.distribute.MultiWorkerMirroredStrategy
     )
     # TensorFlow would try to read an empty string.

@@ -215,7 +215,7 @@ def test_dtypes() -> None:
   with tf.Graph().as_default() as graph:
     strategy = _strategy(4)
     engine = reduce.for_strategy(strategy, halves)
-    assert type(engine) is one_program.TPU
+    assert type(engine) is one_program.OneProgram
     tensors = [tf.ones([2], dtype) for dtype in one_program.DTYPES]
     strategy.run(lambda: engine.all_reduce_sum(tensors))
   assert cross_replica_sums(graph) == [
@@ -224,7 +224,7 @@ def test_dtypes() -> None:
 
 
 def test_dtypes_that_tpus_do_not_sum() -> None:
-  engine = one_program.TPU(testbed.virtual(2), groups.contiguous(2, 2))
+  engine = one_program.OneProgram(testbed.virtual(2), groups.contiguous(2, 2))
   with pytest.raises(
     TypeError, match=r"VirtualTPUStrategy sums only bfloat16, .* int64\."
   ):
@@ -235,7 +235,7 @@ def test_rows_are_gathered_if_the_strategy_does(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   strategy = testbed.virtual(4)
-  engine = one_program.TPU(strategy, groups.Groups([[0, 2], [1, 3]]))
+  engine = one_program.OneProgram(strategy, groups.Groups([[0, 2], [1, 3]]))
   assert not engine.supports_sparse
   monkeypatch.setattr(strategy.extended, "stacks_replicas", True, raising=False)
   assert engine.supports_sparse
@@ -254,6 +254,6 @@ def test_rows_are_gathered_if_the_strategy_does(
 
 
 def test_which_strategies_are_one_program() -> None:
-  assert one_program.is_tpu(testbed.virtual(2))
-  assert not one_program.is_tpu(testbed.mirrored())
-  assert not one_program.is_tpu(tf.distribute.get_strategy())
+  assert one_program.runs_one_program(testbed.virtual(2))
+  assert not one_program.runs_one_program(testbed.mirrored())
+  assert not one_program.runs_one_program(tf.distribute.get_strategy())

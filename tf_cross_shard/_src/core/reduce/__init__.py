@@ -48,9 +48,9 @@ from tf_cross_shard._src.core.reduce import (
   multi_worker,
   one_program,
 )
-from tf_cross_shard._src.core.reduce.one_program import is_tpu
+from tf_cross_shard._src.core.reduce.one_program import runs_one_program
 
-__all__ = ["for_strategy", "is_tpu"]
+__all__ = ["for_strategy", "runs_one_program"]
 
 
 def for_strategy(
@@ -69,8 +69,8 @@ def for_strategy(
   # even on one device, and its replica must be isolated from them.
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy, groups)
-  if is_tpu(strategy):
-    return one_program.TPU(strategy, groups)
+  if runs_one_program(strategy):
+    return one_program.OneProgram(strategy, groups)
   if replicas == 1:
     return engine.OneDevice(strategy, groups)
   if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):

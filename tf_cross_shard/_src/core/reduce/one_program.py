@@ -1,4 +1,4 @@
-"""The engine of TPUs: all replicas run one XLA program.
+"""The engine of TPUs and vectorized replicas, which all run one program.
 
 XLA's collectives receive the groups as an operand:
 
@@ -38,12 +38,11 @@ DTYPES: Final = (
 )
 
 
-class TPU(engine.Engine):
-  """Collectives within groups of the replicas of one XLA program.
+class OneProgram(engine.Engine):
+  """Collectives within groups of the replicas of one program.
 
-  A different strategy whose replicas run one program, such as the virtual TPU
-  and VectorizedStrategy, can also use this engine. It must provide the methods
-  `extended.cross_replica_sum(tensor, group_assignment)` and
+  A strategy other than TPUStrategy, such as VectorizedStrategy, must provide
+  the methods `extended.cross_replica_sum(tensor, group_assignment)` and
   `extended.all_to_all(tensor, group_assignment)`. With
   `extended.stacks_replicas`, the replicas are on one device, and the program is
   not compiled by XLA.
@@ -149,8 +148,8 @@ def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
   )
 
 
-def is_tpu(strategy: tf.distribute.Strategy) -> bool:
-  """Returns whether the replicas run one program, as those of a TPU do."""
+def runs_one_program(strategy: tf.distribute.Strategy) -> bool:
+  """Returns whether the replicas of a strategy run one program."""
   return isinstance(
     strategy,
     (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
