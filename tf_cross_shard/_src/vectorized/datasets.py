@@ -12,7 +12,6 @@ dataset: to trace and to start them would cost each epoch some 15 milliseconds.
 from typing import Any
 
 import tensorflow as tf
-from absl import logging
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.util import nest
@@ -96,20 +95,12 @@ def split(
     for spec in tf.nest.flatten(dataset.element_spec)
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0]
   ]
-  uneven = [n for n in rows if n % count]
-  if uneven and len(set(rows)) > 1:
+  if len(set(rows)) > 1 and any(n % count for n in rows):
     raise ValueError(
       f"The components of the dataset have {rows} rows, which {count} replicas"
       " cannot share equally: its elements are not batches of examples. Batch"
       " the dataset with the global batch size:"
       " dataset.batch(global_batch_size)."
-    )
-  if uneven:
-    logging.warning(
-      "Each batch has %d examples, which %d replicas cannot share equally, so"
-      " a training step repeats the first %d examples of the batch. Choose a"
-      " batch size that is a multiple of the number of replicas.",
-      *(uneven[0], count, -uneven[0] % count),
     )
   return _of_replicas(dataset, count, arguments.Layout.BATCH, options)
 

@@ -23,6 +23,7 @@ from tensorflow.python.distribute import (
 
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
   arguments,
@@ -184,7 +185,7 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     super().__init__(strategy)
     self._count = num_replicas
     self._split_batches = split_batches
-    self._has_warned = False
+    self._warned: set[str] = set()
     kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
     self._device = device_util.canonicalize(f"/device:{kind}:0")
     # Maps the id of a variable's handle in replicas' programs to the variable.
@@ -251,14 +252,28 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     """
     if self._split_batches or "predict" not in getattr(fn, "__qualname__", ""):
       return
-    if self._count > 1 and not self._has_warned:
-      self._has_warned = True
+    if self._count > 1 and "copies" not in self._warned:
+      self._warned.add("copies")
       logging.warning(
         "predict() with split_batches=False returns the predictions of all %d"
         " replicas for each batch, one after the other: %d times as many rows."
         " Use the models that replica_state.load_group or"
         " replica_state.ensemble returns.",
         *(self._count, self._count),
+      )
+
+  def _warn_of_filling(self, size: Any) -> None:
+    """Warns once that training repeats examples: see `stack_batch`."""
+    if not isinstance(size, int):
+      size = keras_private.arguments_of_fit().get("batch_size")
+    is_known = isinstance(size, int)
+    if is_known and size % self._count and "filling" not in self._warned:
+      self._warned.add("filling")
+      logging.warning(
+        "Each batch has %d examples, which %d replicas cannot share equally, so"
+        " a training step repeats the first %d examples of the batch. Choose a"
+        " batch size that is a multiple of the number of replicas.",
+        *(size, self._count, -size % self._count),
       )
 
   # Replicas.
@@ -325,6 +340,8 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     if given.batches and vectorizer.only_changes(function, metrics):
       outputs = self._evaluate(function, given, vectorize)
     else:
+      if given.batches:
+        self._warn_of_filling(given.size)
       outputs = self._values(function, given, vectorize(given.stacks))
     return arguments.pack_results(structure, outputs)
 
