@@ -496,38 +496,6 @@ def _convert_while(call: Call) -> Any:
   is not known when the graph is built, which is slower.
   """
   test, body = _function(call, "cond"), _function(call, "body")
-  # What the body returns unchanged is no loop variable.
-  fixed = [
-    given is result
-    for given, result in zip(body.inputs, body.outputs, strict=True)
-  ]
-  flags = [x.is_stacked for x in call.inputs]
-
-  def merged(loop_vars: Sequence[tf.Tensor]) -> list[Wrapped]:
-    own = iter(loop_vars)
-    return [
-      x if is_fixed else wrap(next(own), flag)
-      for x, is_fixed, flag in zip(call.inputs, fixed, flags, strict=True)
-    ]
-
-  def shapes() -> list[tf.TensorShape]:
-    count = [num_rows(call.pfor)]
-    return [
-      tf.TensorShape(count).concatenate(x.shape)
-      if flag and x.dtype != tf.variant
-      else x.shape
-      for x, is_fixed, flag in zip(call.op.outputs, fixed, flags, strict=True)
-      if not is_fixed
-    ]
-
-  def variables() -> list[Any]:
-    """Returns the tensors and the flags of the loop variables."""
-    return [
-      (x, flag)
-      for x, is_fixed, flag in zip(call.inputs, fixed, flags, strict=True)
-      if not is_fixed
-    ]
-
   is_partial = call.pfor.all_indices_partitioned
   if is_partial or not isinstance(num_rows(call.pfor), int):
     # There, pfor calls the places of rows in this part the replicas' numbers.
@@ -536,47 +504,64 @@ def _convert_while(call: Call) -> Any:
         f"{call.op_type}, a loop in a conditional whose test reads variables,"
       )
     return _replaced["While"](call)
+  # What the body returns unchanged is no loop variable. For each of the others,
+  # by its place: whether it has rows.
+  has_rows = {
+    i: call.inputs[i].is_stacked
+    for i, (before, after) in enumerate(
+      zip(body.inputs, body.outputs, strict=True)
+    )
+    if before is not after
+  }
+
+  def merged(loop_vars: Sequence[tf.Tensor]) -> list[Wrapped]:
+    own = iter(loop_vars)
+    return [
+      wrap(next(own), has_rows[i]) if i in has_rows else x
+      for i, x in enumerate(call.inputs)
+    ]
+
+  def tensors(values: Sequence[Wrapped]) -> list[tf.Tensor]:
+    return [
+      with_rows(call, values[i]) if rows else values[i].t
+      for i, rows in has_rows.items()
+    ]
+
+  def shapes() -> list[tf.TensorShape]:
+    outputs = [(call.op.outputs[i], rows) for i, rows in has_rows.items()]
+    return [
+      tf.TensorShape([num_rows(call.pfor)]).concatenate(x.shape)
+      if rows and x.dtype != tf.variant
+      else x.shape
+      for x, rows in outputs
+    ]
+
   # A variable that is shared at first has rows if the body gives it rows.
   while True:
-    scratch = func_graph.FuncGraph("scratch")
-    with scratch.as_default():
+    with func_graph.FuncGraph("scratch").as_default():
       placeholders = []
-      for (x, _), shape in zip(variables(), shapes(), strict=True):
-        made = tf.compat.v1.placeholder(x.t.dtype, shape)
-        handle_data_util.copy_handle_data(x.t, made)
+      for i, shape in zip(has_rows, shapes(), strict=True):
+        made = tf.compat.v1.placeholder(call.inputs[i].t.dtype, shape)
+        handle_data_util.copy_handle_data(call.inputs[i].t, made)
         placeholders.append(made)
       [ends] = _inline(call.pfor, test, merged(placeholders))
       outputs = _inline(call.pfor, body, merged(placeholders))
     if ends.is_stacked:
-      if any(x.t.dtype == tf.variant for x, _ in variables()):
+      if any(call.inputs[i].t.dtype == tf.variant for i in has_rows):
         raise cannot_vectorize(
           f"{call.op_type}, a loop with gradients that replicas leave after"
           " different numbers of iterations,"
         )
       return _replaced["While"](call)
-    grown = [
-      flag or (x.is_stacked and not is_fixed)
-      for x, is_fixed, flag in zip(outputs, fixed, flags, strict=True)
-    ]
-    if grown == flags:
+    grown = {i: rows or outputs[i].is_stacked for i, rows in has_rows.items()}
+    if grown == has_rows:
       break
-    flags = grown
-
-  def as_flagged(x: Wrapped, flag: bool) -> tf.Tensor:
-    return with_rows(call, x) if flag else x.t
-
-  def step(*loop_vars: tf.Tensor) -> list[tf.Tensor]:
-    outputs = _inline(call.pfor, body, merged(loop_vars))
-    return [
-      as_flagged(x, flag)
-      for x, is_fixed, flag in zip(outputs, fixed, flags, strict=True)
-      if not is_fixed
-    ]
+    has_rows = grown
 
   results = tf.while_loop(
     lambda *x: _inline(call.pfor, test, merged(x))[0].t,
-    step,
-    [as_flagged(x, flag) for x, flag in variables()],
+    lambda *x: tensors(_inline(call.pfor, body, merged(x))),
+    tensors(call.inputs),
     shape_invariants=shapes(),
     parallel_iterations=call.get_attr("parallel_iterations"),
   )
