@@ -414,13 +414,14 @@ def _transcendental(call: Call) -> Any:
 
   The numbers at the end of a tensor that fill no vector are computed in another
   way, with other last bits. Then the last replicas of a group would drift away
-  from the others. So the tensor is padded to whole vectors. What depends on a
-  replica's own examples (tensors that are no scalars) needs no such care, but
-  optimizers compute powers and roots of whole slots. TensorFlow replaces a
-  division by a root by Rsqrt, unless something is between them, as it is here.
+  from the others. So the tensor is padded to whole vectors, unless it depends
+  on a replica's own examples. Other than scalars, optimizers compute powers and
+  roots of slots. TensorFlow replaces a division by a root by Rsqrt, unless
+  something is between them, as it is here.
   """
   is_of_slots = call.op_type in ("Pow", "Rsqrt", "Sqrt")
-  if call.op.outputs[0].shape.rank != 0 and not is_of_slots:
+  is_scalar = call.op.outputs[0].shape.rank == 0
+  if vectorizer.is_own(call) or not (is_scalar or is_of_slots):
     return vectorizer.convert_by_pfor(call)
   return _in_whole_vectors(call)
 
@@ -458,11 +459,11 @@ def _sum_of_rows(call: Call) -> Any:
 
   For these sums, too, the last columns may be added up in another order, unless
   they fill whole vectors. So the reduced axes become the last, along which each
-  sum is computed alike. Shapes with the size of a batch are seldom known, so
-  that sums over examples are not slower.
+  sum is computed alike. That is slower, up to five times.
   """
   shape, axes = call.op.inputs[0].shape, tf.get_static_value(call.op.inputs[1])
-  if axes is None or not shape.is_fully_defined():
+  is_known = axes is not None and shape.is_fully_defined()
+  if vectorizer.is_own(call) or not is_known:
     return vectorizer.convert_by_pfor(call)
   reduced = sorted(np.ravel(axes) % max(shape.rank, 1))
   columns = math.prod(shape[max(reduced, default=-1) + 1 :])

@@ -15,6 +15,7 @@ is private. It was tested with TensorFlow 2.16 to 2.21.
 
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
@@ -107,9 +108,25 @@ class _Rewriter(pfor.PFor):
     mask: A boolean for each replica: whether it is in the branch that this
       graph is. None for all. All replicas compute the branch, and only those
       in it change variables.
+    graph: The graph.
   """
 
   mask: Any = None
+  graph: Any = None
+
+  @functools.cached_property
+  def own(self) -> set[int]:
+    """The ids of operations that depend on a replica's own arguments.
+
+    What an exchange returns does not: the members of a group have it alike.
+    """
+    captured = {id(inside) for _, inside in self.graph.captures}
+    own = {id(x.op) for x in self.graph.inputs if id(x) not in captured}
+    for op in self.graph.get_operations():
+      is_exchange = op.type in _EXCHANGES
+      if not is_exchange and any(id(x.op) in own for x in op.inputs):
+        own.add(id(op))
+    return own
 
 
 def vectorize(
@@ -200,6 +217,7 @@ def _inline(
     pfor_config=outer.pfor_config,
   )
   inner.mask = mask if mask is not None else getattr(outer, "mask", None)
+  inner.graph = graph
   for placeholder, value in zip(graph.inputs, inputs, strict=True):
     inner._add_conversion(placeholder, value)
   outputs = [inner._convert_helper(output) for output in graph.outputs]
@@ -290,6 +308,12 @@ def in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
   return [
     wrap(tf.stack(list(rows)), True) for rows in zip(*results, strict=True)
   ]
+
+
+def is_own(call: Call) -> bool:
+  """Returns whether an operation depends on a replica's own arguments."""
+  own: set[int] = call.pfor.own
+  return id(call.op) in own
 
 
 def handle_rank(handle: tf.Tensor) -> int | None:
