@@ -360,24 +360,120 @@ class TestRandomNumbers:
     assert self._draw(draw) == expected
 
 
+_EXPLICIT = [[0, 0], [1, 2], [0, 1], [0, 0]]
+
+
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("same_batch", [False, True])
-def test_convolutions(same_batch: bool, jit: bool) -> None:
+@pytest.mark.parametrize(
+  ("channels", "dtype", "padding"),
+  [
+    (2, "float32", "SAME"),
+    (1, "float32", "SAME"),  # of four: two groups
+    (2, "float64", "VALID"),
+    (2, "float32", _EXPLICIT),
+  ],
+)
+def test_convolutions(
+  channels: int, dtype: str, padding: Any, same_batch: bool, jit: bool
+) -> None:
   """Exact, since all numbers are multiples of small powers of two."""
   images = (np.arange(4 * 6 * 6 * 2) % 5 - 2.0).reshape(4, 6, 6, 2)
 
   def step(filters: Any, x: tf.Tensor) -> tf.Tensor:
+    x = tf.cast(x, dtype)
     filters.assign(filters * x)
-    batch = tf.constant(images, tf.float32)
+    batch = tf.constant(images, dtype)
     if not same_batch:
       batch *= x
     with tf.GradientTape() as tape:
       tape.watch(batch)
-      out = tf.nn.conv2d(batch, filters, [1, 2], "SAME", dilations=1)
+      out = tf.nn.conv2d(batch, filters, [1, 2], padding, dilations=1)
       loss = tf.reduce_sum(out * out)
     of_batch, of_filters = tape.gradient(loss, [batch, filters])
     filters.assign(of_filters)
     return of_batch
 
-  filters = (np.arange(3 * 2 * 2 * 5) % 7 - 3.0).reshape(3, 2, 2, 5)
-  _compare(step, filters.astype(np.float32), jit=jit, rtol=0)
+  shape = 3, 2, channels, 4
+  filters = (np.arange(24 * channels) % 7 - 3.0).reshape(shape)
+  _compare(step, filters.astype(dtype), jit=jit, rtol=0)
+
+
+def test_padding_with_a_number() -> None:
+  def step(variable: Any, x: tf.Tensor) -> tf.Tensor:
+    same = tf.pad(variable * x, [[1, 0], [0, 2]], constant_values=-7.0)
+    return same + tf.pad(variable, [[1, 0], [0, 2]], constant_values=x)
+
+  _compare(step)
+
+
+class TestSwitchCase:
+  """Three branches; the third of two indices is the default."""
+
+  @pytest.mark.parametrize("same", [False, True])
+  @pytest.mark.parametrize("jit", [False, True])
+  def test_assigns_and_differentiates(self, same: bool, jit: bool) -> None:
+    def step(variable: Any, x: tf.Tensor) -> tf.Tensor:
+      index = tf.constant(1) if same else tf.cast(x, tf.int32) * 5
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.switch_case(
+          index,
+          [
+            lambda: tf.reduce_sum(variable.assign_add(variable)) * x,
+            lambda: tf.reduce_sum(variable.assign(variable * x)),
+            lambda: tf.reduce_sum(tf.sin(variable * x)) * x,
+          ],
+        )
+      return tape.gradient(y, x)
+
+    _compare(step, jit=jit, rtol=1e-5)
+
+
+def test_the_loss_of_ctc() -> None:
+  """It calls functions of TensorFlow 1."""
+  logits = np.random.default_rng(0).normal(size=(6, 2, 4)).astype("f4")
+
+  def step(variable: Any, x: tf.Tensor) -> tf.Tensor:
+    with tf.GradientTape() as tape:
+      losses = tf.nn.ctc_loss(
+        *([[1, 2], [2, 3]], variable * x, [2, 2], [6, 6]), blank_index=0
+      )
+    variable.assign(tape.gradient(losses, variable))
+    return losses
+
+  _compare(step, logits, rtol=1e-4)
+
+
+class TestErrors:
+  def test_sizes_that_depend_on_data(self) -> None:
+    strategy = VectorizedStrategy(N)
+    for numbers, sizes in ([1.0, 2.0, 3.0], [1, 1, 1]), (VALUES, [0, 1, 1]):
+      given = testbed.per_replica(strategy, numbers)
+
+      def count(x: tf.Tensor) -> tf.Tensor:
+        return tf.size(tf.where(tf.reshape(x, [1]) > 0.0))
+
+      run = tf.function(lambda x, f=count: strategy.run(f, (x,)))
+      if len(set(sizes)) == 1:
+        assert testbed.per_replica_results(strategy, run(given)) == sizes
+      else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Where \("):
+          run(given)
+
+  def test_a_gradient_of_python_code(
+    self, caplog: pytest.LogCaptureFixture
+  ) -> None:
+    """Names the operation and the line; the log has no pages of pfor's."""
+    strategy = VectorizedStrategy(N)
+
+    def step(x: tf.Tensor) -> Any:
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.py_function(lambda v: v * v, [x], tf.float32)
+      return tape.gradient(y, x)
+
+    with pytest.raises(NotImplementedError, match="py_function") as info:
+      strategy.run(tf.function(step), (testbed.per_replica(strategy, VALUES),))
+    assert "converters_test.py, line" in str(info.value)
+    assert "pfor" not in caplog.text

@@ -376,6 +376,28 @@ class TestUnevenBatches:
     assert gathered.tolist() == list(range(0, 20, 2))
 
 
+def test_fit_takes_booleans_and_strings(strategy: VectorizedStrategy) -> None:
+  """Keras averages the first batch, for its shape."""
+  x = np.arange(6.0, dtype="float32").reshape(6, 1)
+  words = tf.constant([["a"], ["b"]] * 3)
+  data = tf.data.Dataset.from_tensors(({"x": x, "words": words}, x > 2.0))
+
+  class Model(tf.keras.Model):  # type: ignore[misc]
+    def build(self, shapes: Any) -> None:
+      self.weight = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, inputs: Any) -> tf.Tensor:
+      is_a = tf.cast(inputs["words"] == "a", tf.float32)
+      return self.weight * inputs["x"] * is_a
+
+  with strategy.scope():
+    model = Model()
+    model.compile(tf.keras.optimizers.SGD(0.5), "mse")
+  model.fit(data, verbose=0)
+  # The gradient is the mean of -2 * x over "a" and x > 2: -2 * 4 / 6.
+  assert float(model.weight) == pytest.approx(0.5 * 8 / 6)
+
+
 def test_whole_batches_train_as_separate_fits() -> None:
   """Weights, losses, metrics and validation, of different learning rates."""
   rates, steps, size = [0.5, 0.1, 0.02], 5, 8

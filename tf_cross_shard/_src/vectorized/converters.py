@@ -494,7 +494,20 @@ def in_lanes(name: str, *inputs: tf.Tensor) -> tf.Tensor:
   return tf.reshape(value[:size], shape)
 
 
-# Operations that pfor does not know.
+# Operations that pfor converts wrongly, or does not know.
+
+
+@converts("PadV2", forced=False)
+def _pad(call: Call) -> Any:
+  """Pads with a value. pfor's own converter pads with zeros."""
+  value = call.input(2)
+  if call.input(1).is_stacked or value.is_stacked:
+    return vectorizer.in_loop(call)
+  paddings = tf.pad(call.unstacked_input(1), [[1, 0], [0, 0]])
+  padded = _raw.PadV2(
+    input=rows(call, 0), paddings=paddings, constant_values=value.t
+  )
+  return [wrap(padded, True)]
 
 
 @converts("Bitcast")

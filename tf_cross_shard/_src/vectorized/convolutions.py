@@ -57,13 +57,14 @@ def _differentiate_by_input(call: Call) -> Any:
 @converts("Conv2DBackpropFilter", forced=False)
 def _differentiate_by_filter(call: Call) -> Any:
   x, gradient = call.input(0), call.input(2)
-  if not (x.is_stacked and gradient.is_stacked):
-    return vectorizer.convert_by_pfor(call)
-  if not _can_concatenate(call, x.t, call.op.outputs[0]):
+  filters = call.op.outputs[0]
+  if not gradient.is_stacked or not _can_concatenate(
+    call, x.t, filters, x.is_stacked
+  ):
     return vectorizer.in_loop(call)
-  sizes = call.unstacked_input(1) * [1, 1, 1, x.t.shape[0]]
+  sizes = call.unstacked_input(1) * [1, 1, 1, gradient.t.shape[0]]
   result = _raw.Conv2DBackpropFilter(
-    input=_concatenate(x.t),
+    input=_concatenate(x.t) if x.is_stacked else x.t,
     filter_sizes=sizes,
     out_backprop=_concatenate(gradient.t),
     **_attrs(call),
@@ -95,18 +96,21 @@ def _can_concatenate(
     and isinstance(vectorizer.num_rows(call.pfor), int)
     and x.shape[-1] is not None
     and x.shape[-1] == filters.shape[-2]  # Otherwise it has groups already.
-    and not (with_groups and (kernels.is_compiled() or not _has_groups()))
+    and not (with_groups and kernels.is_compiled())
+    and not (with_groups and not _has_groups(x.dtype, call.get_attr("padding")))
   )
 
 
 @functools.cache
-def _has_groups() -> bool:
+def _has_groups(dtype: tf.DType, padding: bytes) -> bool:
   """Returns whether TensorFlow has gradients of grouped convolutions here."""
+  pads = [[0, 0], [1, 0], [0, 1], [0, 0]]
 
   @tf.function(autograph=False)
   def differentiate() -> Any:
-    x, filters = tf.ones([1, 3, 3, 2]), tf.ones([2, 2, 1, 2])
-    return tf.gradients(tf.nn.conv2d(x, filters, 1, "VALID"), [x, filters])
+    x, filters = tf.ones([1, 3, 3, 2], dtype), tf.ones([2, 2, 1, 2], dtype)
+    own = pads if padding == b"EXPLICIT" else padding.decode()
+    return tf.gradients(tf.nn.conv2d(x, filters, 1, own), [x, filters])
 
   with tf.init_scope():
     try:

@@ -544,6 +544,8 @@ class VectorizedExtended(distribute_lib.StrategyExtendedV1):
     # A value that is not per replica counts once for each replica.
     parts = parts * (self._count // len(parts))
     tensors = [tf.convert_to_tensor(part) for part in parts]
+    if tensors[0].dtype in (tf.bool, tf.string):
+      return tensors[0]  # Keras averages a batch only for its shape.
     # How many elements are added up in each element of the sum.
     count: Any = self._count
     if axis is not None:

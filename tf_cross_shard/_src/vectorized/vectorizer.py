@@ -16,6 +16,7 @@ is private. It was tested with TensorFlow 2.16 to 2.21.
 import collections
 import contextlib
 import functools
+import logging as std_logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
@@ -59,9 +60,9 @@ _lock: Final = threading.RLock()
 # pfor's own converters, of those that this package replaces.
 _replaced: Final[dict[str, Converter]] = {}
 _looped: collections.Counter[str] = collections.Counter()
-# The optionals of both branches, and how the conditional was converted, by the
-# id of the optional that stands for both.
-_of_branches: Final[dict[int, tuple[Wrapped, Wrapped, Any]]] = {}
+# The optionals of all branches, and how the conditional was converted, by the
+# id of the optional that stands for them.
+_of_branches: Final[dict[int, tuple[list[Wrapped], Any]]] = {}
 _fallback: Final[Any] = getattr(pfor, "_fallback_converter", None)
 
 
@@ -235,9 +236,31 @@ def num_rows(rewriter: Any) -> Any:
   return length[0] if static is None else int(static[0])
 
 
+class _Silence(std_logging.Filter):
+  """Drops pfor's log of an error, hundreds of lines; keeps where it was."""
+
+  operation: Any = None
+
+  def filter(self, record: std_logging.LogRecord) -> bool:
+    given = [x for x in record.args or () if isinstance(x, tf.Operation)]
+    self.operation = self.operation or next(iter(given), None)
+    return "parallel_for" not in record.pathname
+
+  def place(self) -> str:
+    """Returns the user's line that created the operation; "" if unknown."""
+    frames = getattr(self.operation, "traceback", None) or ()
+    libraries = "site-packages", "dist-packages", "tf_cross_shard/_src"
+    own = [f for f in frames if not any(x in f.filename for x in libraries)]
+    if not own:
+      return ""
+    place = f"{own[-1].filename}, line {own[-1].lineno}"
+    return f" {self.operation.name} was created at {place}."
+
+
 @contextlib.contextmanager
 def _converting() -> Iterator[None]:
   """Gives pfor the converters, while one function is vectorized."""
+  silence, logger = _Silence(), tf.get_logger()
   registry, forced = pfor._pfor_converter_registry, pfor.force_stateful_ops
   passed = pfor.passthrough_stateful_ops
   with _lock:
@@ -252,6 +275,7 @@ def _converting() -> Iterator[None]:
     pfor._fallback_converter = in_loop
     _looped.clear()
     _of_branches.clear()
+    logger.addFilter(silence)
     try:
       yield
       if _looped:
@@ -260,11 +284,15 @@ def _converting() -> Iterator[None]:
           " because TensorFlow cannot vectorize them: %s.",
           ", ".join(f"{name} ({n})" for name, n in _looped.items()),
         )
+    except NotImplementedError as error:
+      raise NotImplementedError(f"{error}{silence.place()}") from error
     except ValueError as error:
       if "No pfor vectorization defined" not in str(error):
         raise
-      raise cannot_vectorize(str(error).split()[5]) from error
+      unknown = cannot_vectorize(str(error).split()[5])
+      raise NotImplementedError(f"{unknown}{silence.place()}") from error
     finally:
+      logger.removeFilter(silence)
       pfor._fallback_converter = _fallback
       for name, converter in before.items():
         registry.pop(name)
@@ -291,6 +319,10 @@ def in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
   # On the stack, the operation would read and change other numbers.
   if any(has_stack(call, i) for i in range(call.num_inputs)):
     raise cannot_vectorize(call.op_type)
+  # TensorFlow keeps one tape for all calls of a function.
+  is_gradient = "gradient_tape/" in call.op.name
+  if call.op_type == "EagerPyFunc" and is_gradient:
+    raise cannot_vectorize(f"{call.op_type}, a gradient of tf.py_function,")
   _looped[call.op_type] += 1
   count = tf.get_static_value(call.pfor.loop_len_vector)
   if count is None or count[0] > _MOST_UNROLLED:
@@ -306,8 +338,31 @@ def in_loop(call: Call, root_cause: str = "", warn: bool = False) -> Any:
   if not call.op.outputs:
     return tf.group(*results)
   return [
-    wrap(tf.stack(list(rows)), True) for rows in zip(*results, strict=True)
+    wrap(_stack_of_equal(call, output, rows), True)
+    for output, rows in zip(
+      call.op.outputs, zip(*results, strict=True), strict=True
+    )
   ]
+
+
+def _stack_of_equal(
+  call: Call, output: tf.Tensor, rows: Sequence[tf.Tensor]
+) -> tf.Tensor:
+  """Stacks results of replicas; an error, if their sizes depend on the data."""
+  if output.shape.rank is None or output.shape.is_fully_defined():
+    return tf.stack(rows)
+  sizes = tf.stack([tf.shape(row) for row in rows])
+  message = (
+    f"{call.op_type} ({call.op.name}) returned results of different shapes on"
+    " the replicas, which a vectorized program cannot have. Use operations"
+    " whose shapes do not depend on the data, such as a product with a mask, or"
+    " local_strategy(n, vectorized=False). The shapes are:"
+  )
+  check = tf.debugging.Assert(
+    tf.reduce_all(sizes == sizes[0]), [message, sizes]
+  )
+  with tf.control_dependencies([check]):
+    return tf.stack(rows)
 
 
 def is_own(call: Call) -> bool:
@@ -339,7 +394,11 @@ def has_stack(call: Call, i: int) -> bool:
 
 def _function(call: Call, attribute: str) -> Any:
   """Returns the graph of a function that an operation calls."""
-  return call.op.graph._get_function(call.get_attr(attribute).name).graph
+  return _graph_of(call, call.get_attr(attribute))
+
+
+def _graph_of(call: Call, function: Any) -> Any:
+  return call.op.graph._get_function(function.name).graph
 
 
 def _result(call: Call, outputs: Sequence[Wrapped]) -> Any:
@@ -370,26 +429,41 @@ def _is_compiled(operation: tf.Operation) -> bool:
 def _convert_if(call: Call) -> Any:
   condition, differs, _ = call.input(0)
   branches = [_function(call, f"{name}_branch") for name in ("else", "then")]
+  return _choose(call, wrap(tf.cast(condition, tf.int32), differs), branches)
+
+
+@converts("Case", "StatelessCase")
+def _convert_case(call: Call) -> Any:
+  index, differs, _ = call.input(0)
+  branches = [_graph_of(call, f) for f in call.get_attr("branches")]
+  last = len(branches) - 1  # TensorFlow's default.
+  index = tf.where((index < 0) | (index > last), last, index)
+  return _choose(call, wrap(index, differs), branches)
+
+
+def _choose(call: Call, chosen: Wrapped, branches: Sequence[Any]) -> Any:
+  """Converts a choice between branches, by the number of the branch."""
+  index, differs, _ = chosen
   inputs = call.inputs[1:]
   if not differs:
-    return _result(call, _branch_together(call, condition, branches, inputs))
+    return _result(call, _branch_together(call, index, branches, inputs))
   # The gradient of a conditional reads what the conditional has kept.
-  kept = [_of_branches[id(x.t)][2] for x in inputs if id(x.t) in _of_branches]
+  kept = [_of_branches[id(x.t)][1] for x in inputs if id(x.t) in _of_branches]
   if kept:
     convert = kept[0]
   elif all(map(_is_harmless, branches)):
     convert = _branch_by_mask
   else:
     convert = _branch_by_rows
-  results = convert(call, condition, branches, inputs)
-  return _result(call, _merge(call, branches[1], results, convert))
+  results = convert(call, index, branches, inputs)
+  return _result(call, _merge(call, branches[-1], results, convert))
 
 
 def _branch_together(
-  call: Call, condition: Any, branches: Sequence[Any], inputs: Any
+  call: Call, index: Any, branches: Sequence[Any], inputs: Any
 ) -> list[Wrapped]:
-  """Converts a conditional whose condition is the same on all replicas."""
-  are_optional = list(map(_is_optional, branches[1].outputs))
+  """Converts a choice that is the same on all replicas."""
+  are_optional = list(map(_is_optional, branches[-1].outputs))
 
   def convert(branch: Any) -> list[tf.Tensor]:
     outputs = _inline(call.pfor, branch, inputs)
@@ -398,8 +472,11 @@ def _branch_together(
       for output, is_optional in zip(outputs, are_optional, strict=True)
     ]
 
-  outputs = tf.cond(
-    condition, lambda: convert(branches[1]), lambda: convert(branches[0])
+  functions = [functools.partial(convert, branch) for branch in branches]
+  outputs = (
+    tf.cond(tf.cast(index, tf.bool), *functions[::-1])
+    if len(functions) == 2
+    else tf.switch_case(index, functions)
   )
   return [
     wrap(x, not is_optional)
@@ -407,38 +484,42 @@ def _branch_together(
   ]
 
 
-# What both branches return for a conditional, and a function that merges two
-# tensors of them.
-_Results = tuple[list[list[Wrapped]], Callable[[Wrapped, Wrapped], tf.Tensor]]
+# What each branch returns for a conditional, and a function that merges one
+# output of all branches.
+_Results = tuple[list[list[Wrapped]], Callable[..., tf.Tensor]]
 
 
 def _branch_by_mask(
-  call: Call, condition: Any, branches: Sequence[Any], inputs: Any
+  call: Call, index: Any, branches: Sequence[Any], inputs: Any
 ) -> _Results:
-  """Computes both branches for all replicas, and selects.
+  """Computes all branches for all replicas, and selects.
 
   This works with static shapes, and so with XLA.
   """
   outer, results = getattr(call.pfor, "mask", None), []
-  for i, own in enumerate([~condition, condition]):
+  masks = [tf.equal(index, i) for i in range(len(branches))]
+  for i, (branch, own) in enumerate(zip(branches, masks, strict=True)):
     mask = own if outer is None else own & outer
     given = _inputs_of(i, inputs)
-    results.append(_inline(call.pfor, branches[i], given, mask=mask))
+    results.append(_inline(call.pfor, branch, given, mask=mask))
 
-  def merge(other: Wrapped, then: Wrapped) -> tf.Tensor:
-    return select(condition, with_rows(call, then), with_rows(call, other))
+  def merge(first: Wrapped, *others: Wrapped) -> tf.Tensor:
+    rows = with_rows(call, first)
+    for mask, other in zip(masks[1:], others, strict=True):
+      rows = select(mask, with_rows(call, other), rows)
+    return rows
 
   return results, merge
 
 
 def _branch_by_rows(
-  call: Call, condition: Any, branches: Sequence[Any], inputs: Any
+  call: Call, index: Any, branches: Sequence[Any], inputs: Any
 ) -> _Results:
   """Computes each branch for the replicas that are in it."""
-  number = tf.cast(condition, tf.int32)
-  replicas = tf.dynamic_partition(call.pfor.all_indices, number, 2)
+  count = len(branches)
+  replicas = tf.dynamic_partition(call.pfor.all_indices, index, count)
   rows = tf.range(call.pfor.loop_len_vector[0])
-  places = tf.dynamic_partition(rows, number, 2)
+  places = tf.dynamic_partition(rows, index, count)
   outer, results = getattr(call.pfor, "mask", None), []
   for i, branch in enumerate(branches):
     given = pfor._partition_inputs_for_indices(_inputs_of(i, inputs), places[i])
@@ -458,18 +539,19 @@ def _branch_by_rows(
 
 
 def _merge(call: Call, branch: Any, merging: _Results, way: Any) -> list[Any]:
-  """Merges the outputs of two branches that different replicas take."""
+  """Merges the outputs of branches that different replicas take."""
   results, merge = merging
   merged = []
-  for output, other, then in zip(branch.outputs, *results, strict=True):
+  for output, *values in zip(branch.outputs, *results, strict=True):
+    last = values[-1]
     if _is_optional(output):
       # The same branch of the gradient's conditional reads it.
-      _of_branches[id(then.t)] = other, then, way
-      merged.append(then)
-    elif then.t.dtype != tf.variant:
-      merged.append(wrap(merge(other, then), True))
-    elif other.t is then.t:
-      merged.append(then)
+      _of_branches[id(last.t)] = values, way
+      merged.append(last)
+    elif last.t.dtype != tf.variant:
+      merged.append(wrap(merge(*values), True))
+    elif all(x.t is last.t for x in values):
+      merged.append(last)
     else:
       raise cannot_vectorize(f"{call.op_type}, which chooses between lists,")
   return merged
@@ -486,7 +568,7 @@ def _is_optional(tensor: tf.Tensor) -> bool:
 def _inputs_of(branch: int, inputs: Sequence[Wrapped]) -> list[Wrapped]:
   """Returns what a branch of a conditional receives."""
   return [
-    _of_branches[id(x.t)][branch] if id(x.t) in _of_branches else x
+    _of_branches[id(x.t)][0][branch] if id(x.t) in _of_branches else x
     for x in inputs
   ]
 
@@ -519,7 +601,16 @@ def _convert_while(call: Call) -> Any:
   pfor's own converter handles other loops. In its loops the number of replicas
   is not known when the graph is built, which is slower.
   """
-  test, body = _function(call, "cond"), _function(call, "body")
+  functions = [
+    call.op.graph._get_function(call.get_attr(name).name)
+    for name in ("cond", "body")
+  ]
+  # Functions of TensorFlow 1, as tf.nn.ctc_loss calls them, have no graph.
+  if not all(hasattr(function, "graph") for function in functions):
+    for function in functions:
+      function.add_to_graph(tf.compat.v1.get_default_graph())
+    return in_loop(call)
+  test, body = (function.graph for function in functions)
   is_partial = call.pfor.all_indices_partitioned
   if is_partial or not isinstance(num_rows(call.pfor), int):
     # There, pfor calls the places of rows in this part the replicas' numbers.
