@@ -159,7 +159,7 @@ def test_metrics_that_are_missing() -> None:
 
 def test_metrics_that_come_too_late_end_fit_before_it_trains() -> None:
   model = cases.grouped()
-  words = r"Plateau.* reads val_loss/group_0 .* Put GroupMetrics\(.* before"
+  words = r"Plateau needs a metric .*'val_loss'\. Put GroupMetrics\(.* before"
   wrong = callbacks.GroupReduceLROnPlateau(), callbacks.GroupMetrics(VALIDATION)
   with pytest.raises(ValueError, match=words):
     cases.fit(model, *wrong)

@@ -16,6 +16,7 @@ from tf_cross_shard import (
   callbacks,
   groups,
   per_group,
+  schedules,
 )
 
 EPOCHS = 3
@@ -266,3 +267,46 @@ def test_data_of_another_shape_end_fit_before_it_trains() -> None:
   with pytest.raises(Exception, match=r"shape|dimension|incompatible"):
     cases.fit(model, wrong)
   assert int(model.optimizer.iterations.numpy()) == 0
+
+
+class OwnStep(tf.keras.Model):  # type: ignore[misc]
+  """A model with the training step of Keras' guide, and its own mean loss."""
+
+  def train_step(self, data: Any) -> dict[str, Any]:
+    x, y = data
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+      scaled = self.optimizer.scale_loss(loss)
+    weights = self.trainable_variables
+    grads = tape.gradient(scaled, weights)
+    self.optimizer.apply_gradients(zip(grads, weights, strict=True))
+    self.tracker.update_state(loss)
+    return {self.tracker.name: self.tracker.result()}
+
+
+@pytest.mark.parametrize("name", ["loss", "error"])
+def test_training_losses_of_an_own_training_step(name: str) -> None:
+  """Keras' own metric, which the step does not update, says nothing."""
+  x = np.arange(8, dtype="float32").reshape(8, 1)
+  with VectorizedStrategy(2, split_batches=False).scope():
+    inputs = tf.keras.Input((1,))
+    zeros = tf.keras.layers.Dense(1, kernel_initializer="zeros")
+    model = OwnStep(inputs, zeros(inputs))
+    model.tracker = tf.keras.metrics.Mean(name=name)
+    model.compile(
+      CrossShardOptimizer(
+        tf.keras.optimizers.SGD(schedules.PerGroup([0.0, 0.01])),
+        group_assignment=[[0], [1]],
+        loss_averaged_over="replica",
+      ),
+      "mse",
+    )
+  metrics = callbacks.GroupMetrics((x, x), ensemble=False)
+  history = model.fit(
+    x, x, batch_size=4, shuffle=False, verbose=0, callbacks=[metrics]
+  ).history
+  if name == "loss":
+    [first], [second] = history["loss/group_0"], history["loss/group_1"]
+    assert first == np.mean(x**2) > second > 0
+  else:
+    assert not [key for key in history if key.startswith("loss/")]

@@ -1,6 +1,7 @@
 """GroupReduceLROnPlateau lowers each group's rate as Keras lowers a model's."""
 
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,3 +121,49 @@ def test_rates_that_cannot_be_lowered() -> None:
     model = cases.with_rates(rates, [])
     with pytest.raises(error, match=words):
       cases.begin(model, callbacks.GroupReduceLROnPlateau())
+
+
+@pytest.mark.tf_keras_mode
+def test_files_before_and_after_the_first_change(
+  tmp_path: pathlib.Path,
+) -> None:
+  """A program restores both, before and after its own first change."""
+  x = np.ones([4, 1], "float32")
+  data = tf.data.Dataset.from_tensors((x, x))
+  given = [0.5, 0.25]
+
+  def make() -> Any:
+    rates = schedules.PerGroup(given)
+    model = cases.with_rates(rates, [])
+    with model.distribute_strategy.scope():
+      model.optimizer.build(model.trainable_variables)
+    return rates, model
+
+  lower = callbacks.GroupReduceLROnPlateau(
+    patience=1, factor=0.5, min_delta=1e6
+  )
+  rates, model = make()
+  replica_state.save(tmp_path / "before", model.optimizer, model)
+  used = [callbacks.GroupMetrics((x, x)), lower]
+  testbed.fit(model, data, 2, callbacks=used)
+  replica_state.save(tmp_path / "after", model.optimizer, model)
+  [kernel] = model.trainable_variables
+  trained = testbed.copies(kernel)
+  testbed.fit(model, data)
+  right = testbed.copies(kernel)
+
+  other_rates, other = make()
+  testbed.fit(other, data)  # Its step is traced with the rates as constants.
+  for restored, values in (
+    ("after", [rate / 2 for rate in given]),
+    ("before", given),
+  ):
+    for own, changed in ((rates, model), (other_rates, other)):
+      path = tmp_path / restored
+      replica_state.restore(path, changed.optimizer, changed)
+      assert own.values(0) == values
+      if restored == "after":
+        [weight] = changed.trainable_variables
+        np.testing.assert_array_equal(testbed.copies(weight), trained)
+        testbed.fit(changed, data)
+        np.testing.assert_array_equal(testbed.copies(weight), right)

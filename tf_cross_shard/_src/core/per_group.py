@@ -119,6 +119,10 @@ def as_group(group: Any) -> Iterator[None]:
     _my_group.reset(before)
 
 
+# The name of the variable by which callbacks change the rates of a PerGroup.
+RATE_FACTOR: Final = "rate_factor"
+
+
 class PerGroup:
   """A learning rate schedule with a rate for each group.
 
@@ -310,6 +314,21 @@ def rates_of(optimizer: Optimizer) -> PerGroup | None:
       if isinstance(rate, PerGroup):
         return rate
   return None
+
+
+def create_rate_factor(optimizer: Optimizer) -> bool:
+  """Creates the variable with which rates of a PerGroup are changed.
+
+  Each group multiplies its rate by it. Returns False if there is no PerGroup or
+  if the variable exists. Steps that were traced earlier do not read it.
+  """
+  rates = rates_of(optimizer)
+  if rates is None or rates.rate_factor is not None:
+    return False
+  rates.factor_groups = names_lib.groups_of(optimizer, None)
+  with keras_private.strategy(optimizer).scope():
+    rates.rate_factor = tf.Variable(1.0, trainable=False, name=RATE_FACTOR)
+  return True
 
 
 def schedule_class(package: str) -> type[Any]:

@@ -278,10 +278,11 @@ class GroupMonitor(GroupCallback):
       tuple(self.prefixes_before())
     ):
       raise ValueError(
-        f"{type(self).__name__} reads {self.monitor}/{self.keys[0]} and so on,"
-        " which"
-        " GroupMetrics writes. Put GroupMetrics(validation_data) before it in"
-        " the list of callbacks; its `name` is the prefix of its metrics."
+        f"{type(self).__name__} needs a metric of GroupMetrics, such as"
+        f" 'val_loss'; got monitor={self.monitor!r}. Put"
+        " GroupMetrics(validation_data) before it in the list of callbacks; its"
+        " `name` is the prefix of its metrics. Training losses cannot be"
+        " monitored."
       )
 
   def begin(self, logs: Any) -> bool:

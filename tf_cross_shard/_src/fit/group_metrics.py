@@ -259,9 +259,11 @@ class GroupMetrics(group_callback.GroupCallback):
       )
 
   def _training_losses(self) -> dict[str, float]:
-    """Returns each group's training loss, from Keras' tracker of the mean loss.
+    """Returns each group's training loss, from the model's metric "loss".
 
     loss of a group = sum of its members' totals / sum of their counts
+
+    It is Keras' own metric, or that of a model with its own `train_step`.
     """
     trackers = [
       metric.variables
@@ -272,15 +274,18 @@ class GroupMetrics(group_callback.GroupCallback):
       return {}
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
-    # The tracker has two variables, with a value in each replica.
-    total, count = (copies.read(v, replicas) for v in trackers[0])
     groups = names_lib.groups_of(self.model.optimizer, len(replicas))
-    return {
-      f"loss/{key}": float(
-        sum(total[r] for r in members) / sum(count[r] for r in members)
-      )
-      for key, members in zip(self.keys, groups, strict=True)
-    }
+    for tracker in trackers:
+      # The tracker has two variables, with a value in each replica.
+      total, count = (copies.read(v, replicas) for v in tracker)
+      if all(count):
+        return {
+          f"loss/{key}": float(
+            sum(total[r] for r in members) / sum(count[r] for r in members)
+          )
+          for key, members in zip(self.keys, groups, strict=True)
+        }
+    return {}
 
   def _build(self) -> None:
     """Creates the twins, and compiles those that are evaluated."""

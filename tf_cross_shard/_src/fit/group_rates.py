@@ -36,9 +36,7 @@ def prepare(model: Any, caller: str) -> None:
         f"{caller} multiplies learning rates, but PerGroup holds 0:"
         f" {rates.rates}. Use a small number instead of 0."
       )
-    rates.factor_groups = names_lib.groups_of(model.optimizer, None)
-    with model.distribute_strategy.scope():
-      rates.rate_factor = tf.Variable(1.0, trainable=False, name="rate_factor")
+    per_group_lib.create_rate_factor(model.optimizer)
     # An earlier `fit` may have traced steps without the variable.
     model.make_train_function(force=True)
   if not is_one_number(model):
