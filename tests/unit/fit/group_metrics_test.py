@@ -270,7 +270,7 @@ def test_data_of_another_shape_end_fit_before_it_trains() -> None:
 
 
 class OwnStep(tf.keras.Model):  # type: ignore[misc]
-  """A model with the training step of Keras' guide, and its own mean loss."""
+  """Trains by its own `train_step`, and reports the loss by its own metric."""
 
   def train_step(self, data: Any) -> dict[str, Any]:
     x, y = data

@@ -408,7 +408,7 @@ def test_padding_with_a_number() -> None:
 
 
 class TestSwitchCase:
-  """Three branches; the third of two indices is the default."""
+  """Indices without a branch, here -5 and 10, choose the last branch."""
 
   @pytest.mark.parametrize("same", [False, True])
   @pytest.mark.parametrize("jit", [False, True])

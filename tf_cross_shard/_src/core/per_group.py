@@ -317,7 +317,7 @@ def rates_of(optimizer: Optimizer) -> PerGroup | None:
 
 
 def create_rate_factor(optimizer: Optimizer) -> bool:
-  """Creates the variable with which rates of a PerGroup are changed.
+  """Creates the variable by which callbacks change the rates of a PerGroup.
 
   Each group multiplies its rate by it. Returns False if there is no PerGroup or
   if the variable exists. Steps that were traced earlier do not read it.

@@ -145,7 +145,7 @@ class GroupWarnings:
       logging.warning(_SHARDED_AVERAGES, self._name)
 
   def _check_callbacks(self) -> None:
-    """Warns if a callback of `fit` will overwrite the groups' weights."""
+    """Warns of an EarlyStopping that will give all groups the same weights."""
     stop = keras_private.callback_of_fit("EarlyStopping")
     if getattr(stop, "restore_best_weights", False):
       self._log_once(_RESTORED)

@@ -237,7 +237,10 @@ def num_rows(rewriter: Any) -> Any:
 
 
 class _Silence(std_logging.Filter):
-  """Drops pfor's log of an error, hundreds of lines; keeps where it was."""
+  """Hides what pfor logs about an error, and notes the operation that failed.
+
+  pfor logs hundreds of lines, which would hide the error itself.
+  """
 
   operation: Any = None
 
@@ -539,7 +542,7 @@ def _branch_by_rows(
 
 
 def _merge(call: Call, branch: Any, merging: _Results, way: Any) -> list[Any]:
-  """Merges the outputs of branches that different replicas take."""
+  """Gives each replica the outputs of the branch that it takes."""
   results, merge = merging
   merged = []
   for output, *values in zip(branch.outputs, *results, strict=True):

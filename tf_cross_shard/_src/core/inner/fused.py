@@ -323,7 +323,10 @@ class Plan:
 
 
 def _exceed_cache(optimizer: Any, kernel: kernels.Kernel) -> bool:
-  """Returns whether the kernel is fast for all variables together."""
+  """Returns whether the optimizer has many variables with sizes in `_SLOW`.
+
+  Then the kernel is faster than Keras' operations: see `_CACHED`.
+  """
   attribute = next(iter(kernel.slots.values()), "")
   sizes = [math.prod(v.shape) for v in getattr(optimizer, attribute, ())]
   small = _SLOW.get(kernel.name, ())
