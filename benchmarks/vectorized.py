@@ -141,7 +141,7 @@ def _compiled(case: Case, optimizer: Any, jit: bool) -> Any:
 
 def _vectorized(case: Case) -> Any:
   rates = np.geomspace(1e-3, 1e-2, case.models).tolist()
-  with VectorizedStrategy(case.models).scope():
+  with VectorizedStrategy(case.models, split_batches=True).scope():
     optimizer = CrossShardOptimizer(
       tf.keras.optimizers.Adam(schedules.PerGroup(rates)),
       group_assignment=groups.singletons(case.models),

@@ -138,7 +138,7 @@ def fit_all(rates: Sequence[float]) -> tuple[np.ndarray, list[float], float]:
   ]
   if _LOGS.value:
     watching.append(callbacks.GroupTensorBoard(_LOGS.value))
-  with VectorizedStrategy(len(rates), split_batches=False).scope():
+  with VectorizedStrategy(len(rates)).scope():
     history, seconds = fit(
       lambda adam: CrossShardOptimizer(adam, group_assignment=singles),
       schedules.PerGroup(list(rates)),

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs all rounds; prints the best trial after each round."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   optuna.logging.set_verbosity(optuna.logging.WARNING)
-  strategy = VectorizedStrategy(4, split_batches=False)
+  strategy = VectorizedStrategy(4)
   four = groups.singletons(4)
   train, test = digits_dataset.load(64, _DATA_DIR.value)
   sampler = optuna.samplers.TPESampler(n_startup_trials=4, seed=0)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
   """Trains all trials, prints the table, and saves the best model."""
   logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   four, folder = groups.singletons(4), _FOLDER.value
-  strategy = VectorizedStrategy(4, split_batches=False)
+  strategy = VectorizedStrategy(4)
   train, test = digits_dataset.load(64, _DATA_DIR.value)
   tf.keras.utils.set_random_seed(0)
   with strategy.scope():

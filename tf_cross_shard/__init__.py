@@ -35,7 +35,6 @@ from tf_cross_shard import (
   trials,
 )
 from tf_cross_shard._src.local_strategy import local_strategy
-from tf_cross_shard._src.vectorized.strategy import VectorizedStrategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
@@ -43,6 +42,8 @@ from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 if _typing.TYPE_CHECKING:  # For editors: the common base class.
   from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
   from tf_cross_shard._src.towers.tower_optimizer import TowerOptimizer
+  from tf_cross_shard._src.vectorized.arguments import per_replica
+  from tf_cross_shard._src.vectorized.strategy import VectorizedStrategy
 # Importing the classes also registers them with Keras, for programs that only
 # load a model.
 elif _versions.uses_tf_keras():
@@ -51,12 +52,7 @@ else:
   from tf_cross_shard.keras3 import CrossShardOptimizer, TowerOptimizer
 
 # `help` and the reference show the names that programs use.
-for _public in (
-  CrossShardOptimizer,
-  TowerOptimizer,
-  VectorizedStrategy,
-  local_strategy,
-):
+for _public in (CrossShardOptimizer, TowerOptimizer, local_strategy):
   _public.__module__ = __name__
 
 __version__ = _versions.own_version()
@@ -74,6 +70,7 @@ __all__ = [
   "local_strategy",
   "migration",
   "per_group",
+  "per_replica",
   "replica_state",
   "replicate_model_fn",
   "schedules",
@@ -82,12 +79,21 @@ __all__ = [
 ]
 # Modules that many programs do not need. They are imported on first use.
 _LATER = ("keras3", "multi_worker", "tf_keras", "virtual_tpu")
+# What needs private modules of TensorFlow, by the module that has it.
+_VECTORIZED = {"VectorizedStrategy": "strategy", "per_replica": "arguments"}
 
 
 def __getattr__(name: str) -> _typing.Any:
-  """Imports a module of `_LATER` when a program uses it."""
+  """Imports what a program needs when it first uses the name."""
   if name in _LATER:
     return _importlib.import_module(f"{__name__}.{name}")
+  if name in _VECTORIZED:
+    home = f"{__name__}._src.vectorized.{_VECTORIZED[name]}"
+    with _versions.needing_private_modules(name):
+      member = getattr(_importlib.import_module(home), name)
+    member.__module__ = __name__
+    globals()[name] = member
+    return member
   raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -180,7 +180,7 @@ def main() -> int:
   check_one_device()
   for count in MODELS:
     for jit in (False, True):
-      strategy = VectorizedStrategy(count)
+      strategy = VectorizedStrategy(count, split_batches=True)
       check_groups("vectorized replicas", strategy, 1, jit)
   if len(devices) > 1:
     even = len(devices) // 2 * 2

@@ -28,7 +28,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
   {"clipvalue": 0.3},
   {"weight_decay": 0.1},
 )
-VECTORIZED = VectorizedStrategy(testbed.REPLICAS)
+VECTORIZED = VectorizedStrategy(testbed.REPLICAS, split_batches=True)
 # Only without settings, to save time.
 UNFUSED = [({"reduction": "sum", "fused_update": False}, VECTORIZED)]
 

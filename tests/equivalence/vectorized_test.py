@@ -220,7 +220,9 @@ def _assert_equal(got: Any, expected: Any) -> None:
 def test_options(name: str) -> None:
   make = OPTIMIZERS[name]
   expected = _train(testbed.mirrored(), "dense", make)
-  _assert_equal(_train(VectorizedStrategy(N), "dense", make), expected)
+  _assert_equal(
+    _train(VectorizedStrategy(N, split_batches=True), "dense", make), expected
+  )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,20 +231,24 @@ def test_models(name: str) -> None:
     pytest.skip("Each replica of tf_keras has a generator of its own.")
   make = OPTIMIZERS["pairs"]
   expected = _train(testbed.mirrored(), name, make)
-  _assert_equal(_train(VectorizedStrategy(N), name, make), expected)
+  _assert_equal(
+    _train(VectorizedStrategy(N, split_batches=True), name, make), expected
+  )
 
 
 @pytest.mark.parametrize("name", ["learning rates", "skip_nonfinite"])
 def test_compiled_by_xla(name: str) -> None:
   make = OPTIMIZERS[name]
   expected = _train(testbed.mirrored(), "dense", make)
-  got = _train(VectorizedStrategy(N), "dense", make, jit=True)
+  got = _train(
+    VectorizedStrategy(N, split_batches=True), "dense", make, jit=True
+  )
   _assert_equal(got, expected)
 
 
 @pytest.mark.parametrize("groups", [None, PAIRS, STRIDED, SINGLE])
 def test_powers_of_two_are_summed_exactly(groups: Any) -> None:
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   with strategy.scope():
     weight = tf.Variable([0.0, 64.0])
     optimizer = CrossShardOptimizer(
@@ -266,7 +272,7 @@ def test_shards_of_float64_are_summed_in_float64() -> None:
   steps = rng.normal(size=(STEPS, N, 6))
   trained = []
   for shards in (False, "elementwise"):
-    strategy = VectorizedStrategy(N)
+    strategy = VectorizedStrategy(N, split_batches=True)
     with strategy.scope():
       weight = testbed.variable(np.ones(6))
       optimizer = _optimizer(PAIRS, shard_update=shards)()
@@ -284,7 +290,7 @@ def test_shards_of_float64_are_summed_in_float64() -> None:
 @pytest.mark.parametrize("least", [0, 2])
 def test_steps_in_a_branch(least: int) -> None:
   """The sums of a group that does not enter the branch change nothing."""
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   with strategy.scope():
     weight = tf.Variable(0.0)
     optimizer = CrossShardOptimizer(
@@ -308,7 +314,7 @@ def test_steps_in_a_branch(least: int) -> None:
 
 
 def test_a_nan_in_one_group_skips_that_group_alone() -> None:
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   with strategy.scope():
     weight = tf.Variable(8.0)
     optimizer = CrossShardOptimizer(
@@ -347,7 +353,7 @@ def test_members_of_a_group_stay_bitwise_equal(
   num_replicas: int, make: Callable[[], Any], fused: bool | None
 ) -> None:
   """Also where the numbers of replicas fill no vector of the processor."""
-  strategy = VectorizedStrategy(num_replicas)
+  strategy = VectorizedStrategy(num_replicas, split_batches=True)
   with strategy.scope():
     weights = [tf.Variable(tf.ones(shape)) for shape in ([7, 3], [5], [3])]
     optimizer = CrossShardOptimizer(
@@ -376,7 +382,10 @@ def test_members_of_a_group_stay_bitwise_equal(
 
 def test_each_replica_draws_its_own_numbers_from_a_generator() -> None:
   drawn = []
-  for strategy in (testbed.mirrored(), VectorizedStrategy(N)):
+  for strategy in (
+    testbed.mirrored(),
+    VectorizedStrategy(N, split_batches=True),
+  ):
     with strategy.scope():
       generator = tf.random.Generator.from_seed(1)
 
@@ -393,7 +402,7 @@ def test_each_replica_draws_its_own_numbers_from_a_generator() -> None:
 
 def test_only_the_last_call_of_a_window_sums() -> None:
   """The condition is the same everywhere, so one branch runs."""
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   with strategy.scope():
     weight = tf.Variable(0.0)
     optimizer = CrossShardOptimizer(
@@ -430,7 +439,7 @@ def test_values_on_the_host(tmp_path: Any) -> None:
       testbed.build(optimizer, model.trainable_variables)
     return model, optimizer
 
-  model, optimizer = make(VectorizedStrategy(N))
+  model, optimizer = make(VectorizedStrategy(N, split_batches=True))
   x = np.random.default_rng(0).normal(size=(2 * N, 3)).astype("float32")
   model.fit(x, x[:, :1], batch_size=2 * N, epochs=3, verbose=0)
   trained = [testbed.copies(v) for v in model.weights]
@@ -440,7 +449,10 @@ def test_values_on_the_host(tmp_path: Any) -> None:
   tf.train.Checkpoint(model=model).write(os.fspath(tmp_path / "first"))
   model.set_weights([np.zeros_like(w) for w in model.get_weights()])
   assert not any(np.any(copy) for copy in testbed.copies(model.weights[0]))
-  for strategy in (VectorizedStrategy(N), testbed.mirrored()):
+  for strategy in (
+    VectorizedStrategy(N, split_batches=True),
+    testbed.mirrored(),
+  ):
     other, other_optimizer = make(strategy)
     replica_state.restore(tmp_path / "state", other_optimizer, other)
     for variable, copies in zip(other.weights, trained, strict=True):

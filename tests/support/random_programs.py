@@ -457,7 +457,7 @@ def train(
   worker returns the state of its own replica.
   """
   if program.is_vectorized:
-    strategy = VectorizedStrategy(REPLICAS)
+    strategy = VectorizedStrategy(REPLICAS, split_batches=True)
   strategy = strategy or testbed.mirrored()
   with (
     tempfile.TemporaryDirectory() as own_folder,

@@ -8,13 +8,13 @@ strategy creates its iterators without these threads.
 """
 
 import functools
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import validation
-from tf_cross_shard._src.vectorized import strategy as vectorized_lib
+from tf_cross_shard._src.core import validation, versions
 
 try:
   from tensorflow.python.data.ops import debug_mode
@@ -30,7 +30,8 @@ def local_strategy(
   Use it to train several models on one machine, each in its own group, or to
   try a distributed program without several GPUs. If this machine has a GPU for
   each replica, you get a MirroredStrategy on GPUs. Otherwise you get a
-  `VectorizedStrategy`, whose replicas are one program on the GPU or CPU.
+  `VectorizedStrategy` with `split_batches=True`, whose replicas are one program
+  on the GPU or CPU.
 
   >>> import tensorflow as tf
   >>> import tf_cross_shard
@@ -70,7 +71,10 @@ def local_strategy(
   )
   kind = "GPU" if _count("GPU") >= num_replicas else "CPU"
   if kind == "CPU" and vectorized:
-    return vectorized_lib.VectorizedStrategy(num_replicas)
+    with versions.needing_private_modules("local_strategy"):
+      # Only programs that need it load the vectorizer.
+      home = importlib.import_module("tf_cross_shard._src.vectorized.strategy")
+    return home.VectorizedStrategy(num_replicas, split_batches=True)
   if _count(kind) < num_replicas:
     _divide_cpu(num_replicas)
   devices = [f"{kind}:{i}" for i in range(num_replicas)]

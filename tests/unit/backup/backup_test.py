@@ -85,7 +85,9 @@ def _terminate() -> None:
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
   "groups": testbed.mirrored,
-  "vectorized groups": lambda: VectorizedStrategy(testbed.REPLICAS),
+  "vectorized groups": lambda: VectorizedStrategy(
+    testbed.REPLICAS, split_batches=True
+  ),
 }
 
 

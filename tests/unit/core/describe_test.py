@@ -201,7 +201,7 @@ def test_tables() -> None:
 @pytest.mark.parametrize("lazy_rows", [False, True])
 def test_tables_in_one_program(lazy_rows: bool) -> None:
   """All rows change, and `lazy_rows` is no remedy."""
-  with VectorizedStrategy(2).scope():
+  with VectorizedStrategy(2, split_batches=True).scope():
     layer = keras.layers.Embedding(10_000, 100)
     layer.build((None, 2))
     optimizer = keras3.CrossShardOptimizer("adam", lazy_rows=lazy_rows)

@@ -220,7 +220,7 @@ def _check_in_one_program(
   dtype: str = "float32",
 ) -> None:
   """Compares groups of one replica with plain Keras, with its `own` numbers."""
-  strategy = VectorizedStrategy(2)
+  strategy = VectorizedStrategy(2, split_batches=True)
   values = {name: value.astype(dtype) for name, value in VALUES.items()}
   grads = [rows[:, :2].astype(dtype) for rows in GRADS]
   grads[1][0] = 0  # A norm of 0, which limits of 0 would divide by.

@@ -115,7 +115,7 @@ def test_all_groups_are_evaluated_at_once_as_one_by_one() -> None:
     errors = tf.reduce_mean((y - outputs) ** 2, axis=-1)
     return per_group([1.0, 3.0], HALVES) * errors
 
-  with VectorizedStrategy(4).scope():
+  with VectorizedStrategy(4, split_batches=True).scope():
     layers = tf.keras.layers
     x = tf.keras.Input((3,))
     hidden = layers.Dense(4, "tanh", kernel_regularizer=own_l2)(x)
@@ -288,7 +288,7 @@ class OwnStep(tf.keras.Model):  # type: ignore[misc]
 def test_training_losses_of_an_own_training_step(name: str) -> None:
   """Keras' own metric, which the step does not update, says nothing."""
   x = np.arange(8, dtype="float32").reshape(8, 1)
-  with VectorizedStrategy(2, split_batches=False).scope():
+  with VectorizedStrategy(2).scope():
     inputs = tf.keras.Input((1,))
     zeros = tf.keras.layers.Dense(1, kernel_initializer="zeros")
     model = OwnStep(inputs, zeros(inputs))

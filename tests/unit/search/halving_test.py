@@ -127,7 +127,9 @@ def _plain(settings: dict[str, float], epochs: int) -> tuple[Any, list[float]]:
 
 
 @pytest.mark.parametrize(
-  "strategy", [None, VectorizedStrategy(4)], ids=["mirrored", "vectorized"]
+  "strategy",
+  [None, VectorizedStrategy(4, split_batches=True)],
+  ids=["mirrored", "vectorized"],
 )
 def test_each_trial_is_trained_as_plain_keras_trains_it_alone(
   strategy: Any, tmp_path: pathlib.Path

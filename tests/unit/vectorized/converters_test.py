@@ -26,7 +26,7 @@ def _compare(
   step: Step, initial: Any = TABLE, jit: bool | None = None, rtol: float = 1e-6
 ) -> None:
   """Compares results and variables with separate calls."""
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   with strategy.scope():
     variable = tf.Variable(initial)
   given = testbed.per_replica(strategy, VALUES)
@@ -228,7 +228,7 @@ def test_replicas_add_up_different_numbers_of_rows() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_all_to_all(dtype: str) -> None:
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   sent = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 1 << 20]], dtype)
   received = strategy.run(
     lambda x: strategy.extended.all_to_all(x, [[0, 1, 2]]),
@@ -247,7 +247,7 @@ def test_equal_replicas_have_sums_of_the_same_bits(
   shape: tuple[int, ...], axis: Any, keepdims: bool
 ) -> None:
   values = np.random.default_rng(0).normal(size=shape).astype("f4")
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   with strategy.scope():
     variable = tf.Variable(values)
   for reduce, numpy in (tf.reduce_mean, np.mean), (tf.reduce_sum, np.sum):
@@ -276,7 +276,7 @@ def test_gradients_of_branches() -> None:
 
 
 def test_a_variable_from_outside_in_a_branch() -> None:
-  strategy, shared = VectorizedStrategy(N), tf.Variable(0.0)
+  strategy, shared = VectorizedStrategy(N, split_batches=True), tf.Variable(0.0)
 
   def step(x: tf.Tensor) -> None:
     tf.cond(x > 0.0, lambda: shared.assign_add(x), lambda: tf.identity(shared))
@@ -331,7 +331,7 @@ def test_a_loop_with_gradients_that_replicas_leave_one_by_one() -> None:
 
 class TestRandomNumbers:
   def _draw(self, draw: Callable[[], tf.Tensor]) -> list[Any]:
-    strategy = VectorizedStrategy(N)
+    strategy = VectorizedStrategy(N, split_batches=True)
     result = strategy.run(draw)
     return testbed.per_replica_results(strategy, result)
 
@@ -447,7 +447,7 @@ def test_the_loss_of_ctc() -> None:
 
 class TestErrors:
   def test_sizes_that_depend_on_data(self) -> None:
-    strategy = VectorizedStrategy(N)
+    strategy = VectorizedStrategy(N, split_batches=True)
     for numbers, sizes in ([1.0, 2.0, 3.0], [1, 1, 1]), (VALUES, [0, 1, 1]):
       given = testbed.per_replica(strategy, numbers)
 
@@ -465,7 +465,7 @@ class TestErrors:
     self, caplog: pytest.LogCaptureFixture
   ) -> None:
     """Names the operation and the line; the log has no pages of pfor's."""
-    strategy = VectorizedStrategy(N)
+    strategy = VectorizedStrategy(N, split_batches=True)
 
     def step(x: tf.Tensor) -> Any:
       with tf.GradientTape() as tape:

@@ -27,7 +27,7 @@ N = 3
 
 @pytest.fixture
 def strategy() -> VectorizedStrategy:
-  return VectorizedStrategy(N)
+  return VectorizedStrategy(N, split_batches=True)
 
 
 def _ids(strategy: VectorizedStrategy) -> Any:
@@ -170,11 +170,11 @@ def test_a_function_may_create_a_variable_of_a_constant(
 def test_the_number_of_replicas_is_checked() -> None:
   for number in (0, True, 2.0):
     with pytest.raises(ValueError, match=r"`num_replicas` must be an integer"):
-      VectorizedStrategy(number)  # type: ignore[arg-type]
+      VectorizedStrategy(number, split_batches=True)  # type: ignore[arg-type]
 
 
 def test_variables_of_another_strategy(strategy: VectorizedStrategy) -> None:
-  with VectorizedStrategy(N).scope():
+  with VectorizedStrategy(N, split_batches=True).scope():
     foreign = tf.Variable(1.0, name="foreign")
   with pytest.raises(ValueError, match=r"foreign:0 belongs to another"):
     strategy.run(lambda: foreign + 1.0)
@@ -264,7 +264,7 @@ class TestDatasets:
     assert self._elements(strategy, 6)[0] == [[0, 1], [2, 3], [4, 5]]
 
   def test_whole_batches(self) -> None:
-    shared = VectorizedStrategy(N, split_batches=False)
+    shared = VectorizedStrategy(N)
     assert self._elements(shared, 5)[-1] == [[10, 11]] * N
 
   def test_from_a_function(self, strategy: VectorizedStrategy) -> None:
@@ -418,7 +418,7 @@ def test_whole_batches_train_as_separate_fits() -> None:
     plain.compile(tf.keras.optimizers.SGD(rate / 10), "mse", metrics=["mae"])
     histories.append(fit(plain))
     plain_weights.append(plain.get_weights())
-  shared = VectorizedStrategy(N, split_batches=False)
+  shared = VectorizedStrategy(N)
   with shared.scope():
     model = testbed.network(1)
     optimizer = CrossShardOptimizer(
@@ -438,7 +438,7 @@ def test_whole_batches_train_as_separate_fits() -> None:
 def test_predict_with_whole_batches_warns_of_more_rows(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
-  shared = VectorizedStrategy(N, split_batches=False)
+  shared = VectorizedStrategy(N)
   with shared.scope():
     model = testbed.network(1)
     model.compile("sgd", "mse")
@@ -472,32 +472,3 @@ def test_xla_updates_large_stacks(strategy: VectorizedStrategy) -> None:
     for _ in range(3):
       adam.apply_gradients([(2 * (plain - float(i)), plain)])
     np.testing.assert_allclose(copy, plain, rtol=1e-5, atol=1e-5)
-
-
-def test_evaluate_and_predict_warn_at_the_call(
-  caplog: pytest.LogCaptureFixture, strategy: VectorizedStrategy
-) -> None:
-  x = np.ones([2 * N, 3], np.float32)
-  options: dict[str, Any] = {"batch_size": 2 * N, "verbose": 0}
-
-  def mixed() -> int:
-    texts = [record.getMessage() for record in caplog.records]
-    return sum("describes none of the groups" in text for text in texts)
-
-  for call in ("evaluate", "predict", "fit"):
-    with strategy.scope():
-      model = testbed.network(1)
-      model.compile(
-        CrossShardOptimizer("sgd", group_assignment=groups.singletons(N)), "mse"
-      )
-    caplog.clear()
-    model.fit(x, x[:, :1], **options)  # No warning: nothing is evaluated.
-    assert not mixed()
-    for _ in range(2):
-      if call == "evaluate":
-        model.evaluate(x, x[:, :1], **options)
-      elif call == "predict":
-        model.predict(x, **options)
-      else:
-        model.fit(x, x[:, :1], validation_data=(x, x[:, :1]), **options)
-    assert mixed() == 1

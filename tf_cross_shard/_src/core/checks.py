@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import reduce, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
@@ -145,8 +145,8 @@ class Checks:
           f"{self._name} was created under"
           f" {validation.strategy_in_words(made_in)}, but"
           f" {variables_lib.path_of(variable)} under"
-          f" {validation.strategy_in_words(other)}. Create the model and the"
-          " optimizer, and call model.compile, inside the same `with"
+          f" {validation.other_in_words(other, made_in)}. Create the model and"
+          " the optimizer, and call model.compile, inside the same `with"
           " strategy.scope():`."
         )
 
@@ -158,7 +158,7 @@ class Checks:
     where = (
       f"{self._name} wraps an optimizer that was created under"
       f" {validation.strategy_in_words(made_in)} but is used under"
-      f" {validation.strategy_in_words(here)}."
+      f" {validation.other_in_words(here, made_in)}."
     )
     if tf.distribute.has_strategy():
       raise RuntimeError(
@@ -173,8 +173,8 @@ class Checks:
 
   def _is_foreign(self, strategy: tf.distribute.Strategy) -> bool:
     made_in = self._engine.strategy
-    replicas = strategy.num_replicas_in_sync, made_in.num_replicas_in_sync
-    return strategy is not made_in and max(replicas) > 1
+    copies = map(single_program.num_copies, (strategy, made_in))
+    return strategy is not made_in and max(copies) > 1
 
   def _setting_lines(self) -> list[str]:
     config = self._settings.to_config()
@@ -191,10 +191,18 @@ class Checks:
         f"`group_assignment` covers {groups.num_replicas} replicas,"
         f" {groups.to_lists()}, but the optimizer was created under {where}."
         " Change `group_assignment`, or create the optimizer inside the scope"
-        " of its strategy."
+        " of its strategy. To load a file of a model with groups on one"
+        " device, save what replica_state.load_group returns."
+      )
+    if single_program.are_models(strategy) and groups.group_size > 1:
+      return (
+        "`group_assignment` must have groups of one under VectorizedStrategy:"
+        f" its replicas are models; got {groups.to_lists()}. For replicas that"
+        " share a model, pass split_batches=True to VectorizedStrategy."
       )
     # Each host of a TPU runs its own program, but they share one strategy.
-    is_one_of_many = reduce.runs_one_program(strategy) or isinstance(
+    program = single_program.of_strategy(strategy)
+    is_one_of_many = program is not None or isinstance(
       strategy, tf.distribute.MultiWorkerMirroredStrategy
     )
     # TensorFlow would try to read an empty string.

@@ -33,7 +33,7 @@ def check(
   engine, convention = step.engine, step.convention
   factors, count = convention.factors(), engine.num_replicas
   chosen = step.settings.loss_averaged_over
-  if count == 1:
+  if engine.strategy.num_replicas_in_sync == 1:
     return chosen or loss_factor.REPLICA
   batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
   for leaf in tf.nest.flatten(batch):

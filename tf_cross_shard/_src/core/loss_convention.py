@@ -18,7 +18,6 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import loss_factor
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.reduce import collective_ops
@@ -36,9 +35,8 @@ _shared_warnings: Final[set[str]] = set()
 class LossConvention:
   """Chooses the loss factor; warns if a step seems to use the wrong one.
 
-  >>> pairs = groups_lib.Groups([[0, 1], [2, 3]])
   >>> settings = settings_lib.Settings(loss_averaged_over="global")
-  >>> convention = LossConvention(settings, pairs)
+  >>> convention = LossConvention(settings, num_replicas=4, group_size=2)
   >>> convention.for_loss(loss_factor.REPLICA)
   2.0
   >>> convention.for_gradients()
@@ -46,10 +44,15 @@ class LossConvention:
   """
 
   def __init__(
-    self, settings: settings_lib.Settings, groups: groups_lib.Groups
+    self,
+    settings: settings_lib.Settings,
+    num_replicas: int,
+    group_size: int,
   ) -> None:
+    """Takes the number of replicas in sync, which is 1 if they are models."""
     self._settings = settings
-    self._groups = groups
+    self._num_replicas = num_replicas
+    self._group_size = group_size
     # What the step of the calling replica has done so far. It is local to the
     # thread, because each replica traces, or runs eagerly, in one thread.
     self._step = threading.local()
@@ -142,8 +145,7 @@ class LossConvention:
     this method returns the quotient of the right factor and that factor. With
     `loss_averaged_over`, the user has decided, and it returns 1.
 
-    >>> pairs = groups_lib.Groups([[0, 1], [2, 3]])
-    >>> convention = LossConvention(settings_lib.Settings(), pairs)
+    >>> convention = LossConvention(settings_lib.Settings(), 4, 2)
     >>> convention.for_compiled("mse", "sum", False, False)  # Then `for_loss`:
     0.5
     >>> convention.for_loss(loss_factor.GLOBAL)
@@ -275,10 +277,9 @@ class LossConvention:
 
   def factors(self) -> dict[str, float]:
     """Maps each value of `loss_averaged_over` to its factor."""
-    groups = self._groups
     return {
       over: loss_factor.loss_factor(
-        self._settings.reduction, over, groups.num_replicas, groups.group_size
+        self._settings.reduction, over, self._num_replicas, self._group_size
       )
       for over in _EXAMPLES
     }

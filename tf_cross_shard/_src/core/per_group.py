@@ -24,7 +24,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core.inner import keras_private, overriding
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
@@ -80,7 +80,7 @@ def per_group(values: Any, groups: Any) -> tf.Tensor:
       without a strategy.
   """
   if hasattr(groups, "apply_gradients"):
-    groups = names_lib.groups_of(groups, None)
+    groups = names_lib.groups_of(groups)
   groups = settings_lib.required_groups(groups)
   rows = tf.convert_to_tensor(values)
   if not rows.shape[:1].is_compatible_with([groups.num_groups]):
@@ -210,9 +210,11 @@ class PerGroup:
       RuntimeError: In a replica outside a step of a CrossShardOptimizer.
     """
     group = _my_group.get()
-    is_replica = isolation.current_replica() is not None
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if group is None and is_replica and replicas > 1:
+    replica = isolation.current_replica()
+    is_replica, strategy = replica is not None, tf.distribute.get_strategy()
+    if group is None and is_replica and single_program.are_models(strategy):
+      group = replica
+    if group is None and is_replica and strategy.num_replicas_in_sync > 1:
       raise RuntimeError(
         "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
         " which knows the groups. Wrap the optimizer:"
@@ -325,7 +327,7 @@ def create_rate_factor(optimizer: Optimizer) -> bool:
   rates = rates_of(optimizer)
   if rates is None or rates.rate_factor is not None:
     return False
-  rates.factor_groups = names_lib.groups_of(optimizer, None)
+  rates.factor_groups = names_lib.groups_of(optimizer)
   with keras_private.strategy(optimizer).scope():
     rates.rate_factor = tf.Variable(1.0, trainable=False, name=RATE_FACTOR)
   return True
@@ -339,7 +341,7 @@ def schedule_class(package: str) -> type[Any]:
 
 def _check_replicas(groups: groups_lib.Groups) -> None:
   strategy = tf.distribute.get_strategy()
-  if strategy.num_replicas_in_sync != groups.num_replicas:
+  if single_program.num_copies(strategy) != groups.num_replicas:
     raise ValueError(
       f"`groups` holds {groups.num_replicas} replicas, {groups.to_lists()}, but"
       " per_group was called under"

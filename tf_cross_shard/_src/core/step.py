@@ -96,7 +96,11 @@ class Step:
     self.inner = inner
     self.engine = engine
     self.checks = checks_lib.Checks(settings, inner, engine)
-    self.convention = loss_convention.LossConvention(settings, engine.groups)
+    self.convention = loss_convention.LossConvention(
+      settings,
+      int(engine.strategy.num_replicas_in_sync),
+      engine.groups.group_size,
+    )
     self.group_settings = per_group_lib.GroupSettings(
       settings.group_settings, inner.innermost, engine.groups
     )

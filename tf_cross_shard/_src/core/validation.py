@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core.variables import is_variable, path_of
 
 if TYPE_CHECKING:  # For editors only: Keras 3 or tf_keras may be missing.
@@ -47,10 +48,21 @@ def check_integer(name: str, value: Any, remedy: str, least: int = 1) -> int:
 
 def strategy_in_words(strategy: tf.distribute.Strategy) -> str:
   """Returns the class and the size of a strategy, for an error."""
-  count, kind = strategy.num_replicas_in_sync, type(strategy).__name__
+  count, kind = single_program.num_copies(strategy), type(strategy).__name__
   if kind == "_DefaultDistributionStrategy":  # Outside every scope.
     kind = "no strategy"
-  return f"{kind} ({count} {'replica' if count == 1 else 'replicas'})"
+  one = "model" if single_program.are_models(strategy) else "replica"
+  return f"{kind} ({count} {one if count == 1 else one + 's'})"
+
+
+def other_in_words(
+  strategy: tf.distribute.Strategy, than: tf.distribute.Strategy
+) -> str:
+  """Returns a strategy in words that tell it from another strategy."""
+  words = strategy_in_words(strategy)
+  if words == strategy_in_words(than):
+    return f"another {type(strategy).__name__} object"
+  return words
 
 
 def check_variable(argument: str, variable: object) -> None:

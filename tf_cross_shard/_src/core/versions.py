@@ -8,8 +8,10 @@ a version therefore raises an error. The check looks at the Keras that
 `tf.keras` refers to.
 """
 
+import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -18,6 +20,8 @@ from packaging import version
 OLDEST_KERAS = "3.10"
 OLDEST_TF_KERAS = "2.16"
 OLDEST_TENSORFLOW = "2.16"
+# The newest TensorFlow with which VectorizedStrategy was tested.
+NEWEST_VECTORIZED = "2.21"
 
 
 def own_version() -> str:
@@ -74,6 +78,20 @@ def keras_version() -> str:
   """Returns the version of the Keras behind `tf.keras`."""
   module = "tf_keras" if uses_tf_keras() else "keras"
   return str(importlib.import_module(module).__version__)
+
+
+@contextlib.contextmanager
+def needing_private_modules(name: str) -> Iterator[None]:
+  """Raises `NotImplementedError` if TensorFlow lacks what `name` imports."""
+  try:
+    yield
+  except (ImportError, AttributeError) as error:
+    number = _import_tensorflow().__version__
+    raise NotImplementedError(
+      f"{name} uses private parts of TensorFlow {OLDEST_TENSORFLOW} to"
+      f" {NEWEST_VECTORIZED}, and TensorFlow {number} has others: {error}. Use"
+      " local_strategy(n, vectorized=False)."
+    ) from error
 
 
 def _check_new_enough(

@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import keras_private
@@ -131,10 +132,7 @@ class GroupWarnings:
     self.check()
     self._check_callbacks()  # Of a later `fit`, too.
     is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
-    # Where a strategy knows when Keras evaluates, it gives the warning then.
-    extended = self._engine.strategy.extended
-    warns_at_call = getattr(extended, "warns_before_evaluating", False)
-    if not (self.is_evaluated_by_group or is_alike or warns_at_call):
+    if not (self.is_evaluated_by_group or is_alike):
       self.before_evaluating()
     if (
       has_sharded_averages
@@ -180,7 +178,9 @@ class GroupWarnings:
       )
 
   def before_evaluating(self) -> None:
-    self._log_once(_MIXED_EVALUATION)
+    # Keras evaluates each model on all rows.
+    if not single_program.are_models(self._engine.strategy):
+      self._log_once(_MIXED_EVALUATION)
 
   def _are_equal(self, variables: Iterable[Variable]) -> bool:
     """Returns whether all groups are in this process and have equal values."""

@@ -39,7 +39,7 @@ def group_names(optimizer: Any) -> list[str]:
   The names are those of the `Groups`; else what the groups differ in, such as
   `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and so on.
   """
-  groups = names_lib.groups_of(optimizer, None)
+  groups = names_lib.groups_of(optimizer)
   names = getattr(groups, "names", None)
   if names is None:
     rates = getattr(per_group_lib.rates_of(optimizer), "rates", [])
@@ -181,7 +181,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   @property
   def keys(self) -> list[str]:
     """How the names of each group's metrics end: its name, or `group_0`."""
-    groups = names_lib.groups_of(self.model.optimizer, None)
+    groups = names_lib.groups_of(self.model.optimizer)
     names = groups.names or ()
     if not names or "ensemble" in names:
       return [f"group_{i}" for i in range(groups.num_groups)]

@@ -126,7 +126,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
 
   def _read(self) -> dict[str, Any]:
     """Returns the best values in the file; keeps the groups' arrays."""
-    groups = names_lib.groups_of(self.model.optimizer, None)
+    groups = names_lib.groups_of(self.model.optimizer)
     with archive.reading(self._path) as file:
       self._kept = {n: file[n] for n in file if n.startswith("group_")}
       numbers = {

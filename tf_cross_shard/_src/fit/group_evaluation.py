@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.replica_state import archive
-from tf_cross_shard._src.vectorized import replica_context, vectorizer
+from tf_cross_shard._src.vectorized import exchanges, vectorizer
 
 _HOOKS = "evaluate", "make_test_function", "test_step", "reset_metrics"
 _autograph = tf.__internal__.autograph
@@ -147,7 +147,7 @@ def mean_over_groups(tensor: tf.Tensor, groups: int) -> tf.Tensor:
   """Averages a tensor over all groups, inside the program that has them all."""
   if tf.executing_eagerly():  # To create metrics: there is one group only.
     return tensor
-  return replica_context.cross_replica_sum(tensor, [[*range(groups)]]) / groups
+  return exchanges.cross_replica_sum(tensor, [[*range(groups)]]) / groups
 
 
 def flat(results: Mapping[str, Any]) -> dict[str, Any]:

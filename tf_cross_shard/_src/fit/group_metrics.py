@@ -16,6 +16,7 @@ from absl import logging
 
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -27,7 +28,6 @@ from tf_cross_shard._src.fit import (
   progress,
 )
 from tf_cross_shard._src.replica_state import group_models, group_state
-from tf_cross_shard._src.vectorized import strategy as strategy_lib
 
 _GROUP: Final = "group"  # The name of the variable with the group's number.
 
@@ -274,7 +274,7 @@ class GroupMetrics(group_callback.GroupCallback):
       return {}
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
-    groups = names_lib.groups_of(self.model.optimizer, len(replicas))
+    groups = names_lib.groups_of(self.model.optimizer, copies.engine.strategy)
     for tracker in trackers:
       # The tracker has two variables, with a value in each replica.
       total, count = (copies.read(v, replicas) for v in tracker)
@@ -290,7 +290,7 @@ class GroupMetrics(group_callback.GroupCallback):
   def _build(self) -> None:
     """Creates the twins, and compiles those that are evaluated."""
     model, optimizer = self.model, self.model.optimizer
-    num_groups = names_lib.groups_of(optimizer, None).num_groups
+    num_groups = names_lib.groups_of(optimizer).num_groups
 
     def make() -> Any:
       twin = None if self._twin is None else self._twin()
@@ -328,9 +328,7 @@ class GroupMetrics(group_callback.GroupCallback):
     `finalize_state` of a layer computes values that are no variables.
     """
     return (
-      isinstance(
-        self.model.distribute_strategy, strategy_lib.VectorizedStrategy
-      )
+      single_program.is_vectorized(self.model.distribute_strategy)
       and self._has_program(self._plain)
       and not any(
         hasattr(layer, "finalize_state")

@@ -57,7 +57,7 @@ def read(model: Any) -> list[float]:
     return rates.values(step=0)  # They are numbers.
   [variable] = names_lib.rate_variables(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
-  groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
+  groups = names_lib.groups_of(model.optimizer, copies.engine.strategy)
   first = copies.read(variable, [members[0] for members in groups])
   return list(map(float, first))
 
@@ -65,7 +65,7 @@ def read(model: Any) -> list[float]:
 def write(model: Any, rates: Sequence[float]) -> None:
   [variable] = names_lib.rate_variables(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
-  groups = names_lib.groups_of(model.optimizer, copies.engine.num_replicas)
+  groups = names_lib.groups_of(model.optimizer, copies.engine.strategy)
   per_group = per_group_lib.rates_of(model.optimizer)
   dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
   factors = np.divide(rates, 1.0 if per_group is None else per_group.rates)

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import reduce, settings
+from tf_cross_shard._src.core import reduce, settings, single_program
 from tf_cross_shard._src.core.reduce import wire
 
 
@@ -119,10 +119,10 @@ class GroupBatchNorm:
     if tf.distribute.in_cross_replica_context():
       return list(tensors)
     strategy = tf.distribute.get_strategy()
-    replicas = strategy.num_replicas_in_sync
-    if replicas == 1:
+    if strategy.num_replicas_in_sync == 1:
       return list(tensors)
-    groups = self._groups and groups_lib.Groups(self._groups, replicas)
+    copies = single_program.num_copies(strategy)
+    groups = self._groups and groups_lib.Groups(self._groups, copies)
     engine = reduce.for_strategy(strategy, groups)
 
     @tf.custom_gradient

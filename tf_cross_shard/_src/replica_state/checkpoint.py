@@ -17,7 +17,7 @@ from etils import epath
 
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import (
@@ -303,12 +303,12 @@ def _can_train(
 
   On one device, it can if the optimizer was created outside all scopes.
   """
-  replicas = strategy.num_replicas_in_sync, other.num_replicas_in_sync
+  copies = map(single_program.num_copies, (strategy, other))
   # Do not look at `iterations`, which is a tensor if Keras 3 accumulates
   # gradients.
   owners = map(replicas_lib.strategy_of, keras_private.listed(optimizer))
   has_owner = any(owner is not None for owner in owners)
-  return other is strategy or not (has_owner or max(replicas) > 1)
+  return other is strategy or not (has_owner or max(copies) > 1)
 
 
 def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:

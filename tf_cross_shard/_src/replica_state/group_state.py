@@ -114,7 +114,7 @@ class GroupState:
     ]
     self.copies = replicas_lib.Copies(_strategy_of(self.entries))
     self.groups = names_lib.groups_of(
-      self.optimizer, self.copies.engine.num_replicas
+      self.optimizer, self.copies.engine.strategy
     )
     self._trained = {}
     if with_optimizer:

@@ -37,7 +37,7 @@ def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
   if len(every) == 1 or not built:
     return {"": optimizer}
   groups = {
-    path: names_lib.groups_of(o, None).to_lists()
+    path: names_lib.groups_of(o).to_lists()
     for path, o in built.items()
     if any(
       isinstance(getattr(nested, "groups", None), groups_lib.Groups)

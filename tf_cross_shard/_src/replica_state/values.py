@@ -59,10 +59,10 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
   group_state.warn_if_collapsed(optimizer)
   strategy = replicas_lib.strategy_of(variable)
   if strategy is None:
-    groups = names_lib.groups_of(optimizer, None)
+    groups = names_lib.groups_of(optimizer)
     return values(variable) * groups.num_groups
   copies = replicas_lib.Copies(strategy)
-  groups = names_lib.groups_of(optimizer, copies.engine.num_replicas)
+  groups = names_lib.groups_of(optimizer, copies.engine.strategy)
   copies.compare_workers(f"reading values of groups of {_name(variable)}")
   return copies.read(variable, [members[0] for members in groups])
 

@@ -272,7 +272,7 @@ class Halving(group_callback.GroupMonitor):
         or if some epochs have no metrics.
     """
     super().on_train_begin(logs)
-    groups = names_lib.groups_of(self.model.optimizer, None)
+    groups = names_lib.groups_of(self.model.optimizer)
     if self.table.groups != groups:
       raise ValueError(
         f"`table` is for the groups {self.table.groups.to_lists()}, but the"

@@ -21,11 +21,10 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import loss_factor
+from tf_cross_shard._src.core import loss_factor, single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping, row_sparse
 from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.reduce import runs_one_program
 from tf_cross_shard._src.towers import shared_variables
 
 # Applies gradients to variables as the optimizer does; returns the step count.
@@ -226,7 +225,10 @@ def _sum(
   is_sparse = all(isinstance(grad, tf.IndexedSlices) for grad in present)
   # Merging equal rows gives a shape that depends on data, which TPUs do not
   # support.
-  if is_sparse and not runs_one_program(tf.distribute.get_strategy()):
+  if (
+    is_sparse
+    and single_program.of_strategy(tf.distribute.get_strategy()) is None
+  ):
     rows = tf.IndexedSlices(
       tf.concat([grad.values for grad in present], axis=0),
       tf.concat([grad.indices for grad in present], axis=0),

@@ -2,13 +2,11 @@
 
     layout    tensor      replica i has
     ROWS      [N, ...]    row i
-    BATCH     [B, ...]    the i-th of N parts, of ceil(B / N) examples each
     SHARED    [...]       all of it
 
 Datasets return such values, `strategy.run` takes and returns them, and nothing
 is split into N tensors in between. Code that asks for the values of a
-`PerReplica`, as Keras does, gets the parts. If N does not divide B, the last
-parts have fewer examples, as under other strategies.
+`PerReplica`, as Keras does, gets the parts.
 """
 
 import enum
@@ -25,7 +23,6 @@ class Layout(enum.Enum):
   """How a tensor stores the values of all replicas."""
 
   ROWS = "rows"
-  BATCH = "batch"
   SHARED = "shared"
 
 
@@ -51,23 +48,63 @@ class ReplicaValues(values.PerReplica):
   def _split(self) -> tuple[Any, ...]:
     if self.layout == Layout.SHARED:
       return (self.tensor,) * self.count
-    if self.layout == Layout.ROWS:
-      return tuple(tf.unstack(self.tensor, self.count))
-    size = examples_of_replica(num_examples(self.tensor), self.count)
-    return tuple(
-      self.tensor[i * size : (i + 1) * size] for i in range(self.count)
-    )
-
-  def equal_parts(self) -> tuple[Any, ...]:
-    """Returns the replicas' values, all of one shape: see `stack_batch`."""
-    if self.layout != Layout.BATCH:
-      return self._values
-    return tuple(tf.unstack(stack_batch(self.tensor, self.count), self.count))
+    # A data-parallel step that runs once has one row.
+    rows = self.tensor.shape[0]
+    if rows is not None:
+      return tuple(tf.unstack(self.tensor, rows))
+    last = tf.shape(self.tensor)[0] - 1
+    return tuple(self.tensor[tf.minimum(i, last)] for i in range(self.count))
 
   @property
   def _type_spec(self) -> tf.TypeSpec:
     spec = tf.type_spec_from_value(self.tensor)
     return ReplicaValuesSpec(spec, self.count, self.layout)
+
+
+def per_replica(values: Any) -> Any:
+  """Marks values of which each model of a VectorizedStrategy receives its own.
+
+  Use it in `dataset.map` after `batch`, or on an argument of `strategy.run`:
+  for the sample weights of folds and bootstrap samples, for augmented copies,
+  or for whole batches of each model. All other components of a dataset go to
+  all models.
+
+  >>> import numpy as np
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import VectorizedStrategy, per_replica
+  >>> x = np.ones([4, 1], "float32")
+  >>> folds = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
+  >>> data = tf.data.Dataset.from_tensor_slices((x, x, folds)).batch(4)
+  >>> data = data.map(lambda x, y, w: (x, y, per_replica(tf.transpose(w))))
+  >>> strategy = VectorizedStrategy(2)
+  >>> [(x, y, weights)] = strategy.experimental_distribute_dataset(data)
+  >>> strategy.experimental_local_results(weights)[1].numpy().tolist()
+  [1.0, 1.0, 0.0, 0.0]
+
+  Args:
+    values: `[n, ...]`, where n is the number of models: model i receives row i.
+      A tensor, an array, or a structure of these.
+
+  Returns:
+    A `tf.distribute.DistributedValues`, in the structure of `values`.
+
+  Raises:
+    ValueError: If the number of rows is not known when the function is traced.
+      If the strategy has another number of models, the error is raised where
+      the dataset is distributed, or when `strategy.run` is called.
+  """
+
+  def mark(value: Any) -> ReplicaValues:
+    tensor = tf.convert_to_tensor(value)
+    if not tensor.shape.rank or tensor.shape[0] is None:
+      raise ValueError(
+        "`values` of per_replica must have a known number of rows, one for each"
+        f" model; got shape {tensor.shape}. Use tf.ensure_shape(values, [n,"
+        " None, ...])."
+      )
+    return ReplicaValues(tensor, tensor.shape[0], Layout.ROWS)
+
+  return tf.nest.map_structure(mark, values)
 
 
 class ReplicaValuesSpec(tf.TypeSpec):
@@ -88,6 +125,11 @@ class ReplicaValuesSpec(tf.TypeSpec):
     return self._spec, self._count, self._layout.value
 
   @property
+  def count(self) -> int:
+    """The number of replicas."""
+    return self._count
+
+  @property
   def _component_specs(self) -> tf.TypeSpec:
     return self._spec
 
@@ -97,53 +139,32 @@ class ReplicaValuesSpec(tf.TypeSpec):
   def _from_components(self, components: Any) -> ReplicaValues:
     return ReplicaValues(components, self._count, self._layout)
 
+  # tf.data stores a sparse tensor as one tensor: as the type of the value does.
+
+  @property
+  def _flat_tensor_specs(self) -> Any:
+    return self._spec._flat_tensor_specs  # noqa: SLF001
+
+  def _to_tensor_list(self, value: Any) -> Any:
+    return self._spec._to_tensor_list(value.tensor)  # noqa: SLF001
+
+  def _from_tensor_list(self, tensors: Any) -> Any:
+    return self._from_components(
+      self._spec._from_tensor_list(tensors)  # noqa: SLF001
+    )
+
+  def _from_compatible_tensor_list(self, tensors: Any) -> Any:
+    return self._from_components(
+      self._spec._from_compatible_tensor_list(tensors)  # noqa: SLF001
+    )
+
   @property
   def _value_specs(self) -> tuple[tf.TypeSpec, ...]:
     """The type of each replica's value. Keras reads this private name."""
     spec = self._spec
     if self._layout == Layout.ROWS:
       spec = tf.TensorSpec(spec.shape[1:], spec.dtype)
-    elif self._layout == Layout.BATCH:
-      size = spec.shape[0]
-      is_equal = size is not None and size % self._count == 0
-      each = size // self._count if is_equal else None
-      spec = tf.TensorSpec([each, *spec.shape[1:]], spec.dtype)
     return (spec,) * self._count
-
-
-def num_examples(tensor: tf.Tensor) -> Any:
-  """Returns the batch size: an int if it is known, and otherwise a tensor."""
-  size = tensor.shape[0]
-  return tf.shape(tensor)[0] if size is None else size
-
-
-def examples_of_replica(size: Any, count: int) -> Any:
-  """Returns how many examples a replica gets: ceil(size / count)."""
-  return -(-size // count)
-
-
-def is_divisible(batch: tf.Tensor, count: int) -> bool:
-  """Returns whether all replicas are known to get equally many examples."""
-  size = num_examples(batch)
-  return isinstance(size, int) and size % count == 0
-
-
-def stack_batch(batch: tf.Tensor, count: int) -> tf.Tensor:
-  """Returns `[N, ceil(B / N), ...]` of a batch `[B, ...]`.
-
-  If N does not divide B, the first examples are repeated at the end, because
-  all replicas run one program and so have equally many examples.
-  """
-  size = num_examples(batch)
-  each = examples_of_replica(size, count)
-  if not is_divisible(batch, count):
-    missing = tf.gather(batch, tf.range(each * count - size) % size)
-    batch = tf.concat([batch, missing], axis=0)
-  shape = tf.concat([[count, each], tf.shape(batch)[1:]], axis=0)
-  stack = tf.reshape(batch, shape)
-  known = each if isinstance(size, int) else None
-  stack.set_shape([count, known, *batch.shape[1:]])
-  return stack
 
 
 class Arguments:
@@ -155,8 +176,6 @@ class Arguments:
   Attributes:
     stacks: For each input of the program, a tensor with a first axis.
     shared: The leaves that are the same for all replicas.
-    batches: The batches that N is not known to divide, by the place of their
-      stack in `stacks`.
   """
 
   def __init__(self, args: Any, kwargs: Any, count: int) -> None:
@@ -164,7 +183,6 @@ class Arguments:
     self._count = count
     self.stacks: list[tf.Tensor] = []
     self.shared: list[Any] = []
-    self.batches: dict[int, tf.Tensor] = {}
     # For each leaf, how to find it among one replica's tensors.
     leaves = tf.nest.flatten(self._structure)
     self._leaves = [self._reader(leaf) for leaf in leaves]
@@ -172,44 +190,7 @@ class Arguments:
   @property
   def specs(self) -> list[tf.TensorSpec]:
     """For each input, the dtype and shape that one replica receives."""
-    specs = [tf.TensorSpec(x.shape[1:], x.dtype) for x in self.stacks]
-    for i in self.batches:
-      specs[i] = tf.TensorSpec([None, *specs[i].shape[1:]], specs[i].dtype)
-    return specs
-
-  @property
-  def size(self) -> Any:
-    """The number of examples in `batches`; an int if it is known."""
-    return num_examples(next(iter(self.batches.values())))
-
-  def of_first_replica(self) -> list[tf.Tensor]:
-    """Returns inputs with which replica 0 alone sees all examples."""
-    return [
-      self.batches[i][tf.newaxis] if i in self.batches else stack[:1]
-      for i, stack in enumerate(self.stacks)
-    ]
-
-  def layout_of(self, output: tf.Tensor) -> Layout:
-    """Returns BATCH if an output of the program has a row for each example.
-
-    Such an output, as of `predict`, has an unknown size, because the inputs in
-    `batches` have.
-    """
-    if not self.batches or not output.shape.rank:
-      return Layout.ROWS
-    return Layout.ROWS if output.shape[0] is not None else Layout.BATCH
-
-  def without_filling(self, stack: tf.Tensor) -> tf.Tensor:
-    """Joins the parts of all replicas, and drops repeated examples.
-
-    Args:
-      stack: An output with the layout BATCH: `[N, ceil(B / N), ...]`, or
-        `[1, B, ...]` if replica 0 had all examples.
-    """
-    rows, each, *others = tf.unstack(tf.shape(stack), stack.shape.rank)
-    is_filled = each == examples_of_replica(self.size, self._count)
-    size = tf.where(is_filled, self.size, rows * each)
-    return tf.reshape(stack, tf.stack([rows * each, *others]))[:size]
+    return [tf.TensorSpec(x.shape[1:], x.dtype) for x in self.stacks]
 
   def bind(self, tensors: Sequence[tf.Tensor]) -> tuple[Any, Any]:
     """Puts one replica's tensors into the structure of args and kwargs."""
@@ -223,12 +204,7 @@ class Arguments:
     if isinstance(leaf, ReplicaValues) and leaf.count == self._count:
       if leaf.layout == Layout.SHARED:
         return lambda inputs: leaf.tensor
-      if leaf.layout == Layout.ROWS:
-        self.stacks.append(leaf.tensor)
-        return next
-      if not is_divisible(leaf.tensor, self._count):
-        self.batches[len(self.stacks)] = leaf.tensor
-      self.stacks.append(stack_batch(leaf.tensor, self._count))
+      self.stacks.append(leaf.tensor)
       return next
     if not isinstance(leaf, tf.distribute.DistributedValues) or isinstance(
       leaf, tf.Variable
@@ -238,7 +214,7 @@ class Arguments:
     if len(leaf.values) != self._count:
       raise ValueError(
         f"An argument of strategy.run has values for {len(leaf.values)}"
-        f" replicas, but the strategy has {self._count}."
+        f" replicas, but the strategy has {self._count}. Pass a value for each."
       )
     first = leaf.values[0]
     # Sparse tensors and other composite tensors consist of several tensors.

@@ -18,7 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.vectorized import replica_context, vectorizer
+from tf_cross_shard._src.vectorized import (
+  exchanges,
+  replica_context,
+  vectorizer,
+)
 from tf_cross_shard._src.vectorized.vectorizer import Call, converts, wrap
 
 _raw: Final = tf.raw_ops
@@ -304,7 +308,7 @@ def _replica_id(call: Call) -> Any:
 
 @converts("XlaAllReduce")
 def _all_reduce(call: Call) -> Any:
-  if replica_context.ALL_TO_ALL in call.op.name:
+  if exchanges.ALL_TO_ALL in call.op.name:
     return _all_to_all(call)
   groups, (value, is_stacked, _) = _Groups(call), call.input(0)
   if not is_stacked:
@@ -343,8 +347,12 @@ def _all_to_all(call: Call) -> Any:
 @converts("Identity", forced=False)
 def _identity(call: Call) -> Any:
   tensor, is_stacked, _ = call.input(0)
-  if is_stacked and replica_context.SAME in call.op.node_def.attr:
+  attributes = call.op.node_def.attr
+  if is_stacked and replica_context.SAME in attributes:
     return [wrap(tensor[0], False)]
+  if is_stacked and exchanges.TAKEN_FROM in attributes:
+    taken_from = list(attributes[exchanges.TAKEN_FROM].list.i)
+    return [wrap(tf.gather(tensor, taken_from), True)]
   return [wrap(tf.identity(tensor), is_stacked)]
 
 

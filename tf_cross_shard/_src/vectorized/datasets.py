@@ -1,20 +1,16 @@
-"""Distributes a dataset over replicas, as stacked tensors.
-
-    split   one batch [B, ...]     ───────────▶  [B, ...], split in the program
-    deal    N elements [b, ...]    ─ batch ───▶  [N, b, ...]
-    share   one batch [B, ...]     ───────────▶  [B, ...], for every replica
+"""Gives every replica all elements of a dataset.
 
 An element is a `ReplicaValues`, which tf.data can carry. So one iterator of
 tf.data returns what all replicas receive, and no operation is added to the
 dataset: to trace and to start them would cost each epoch some 15 milliseconds.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.util import structure
 from tensorflow.python.distribute import input_lib
-from tensorflow.python.util import nest
 
 from tf_cross_shard._src.vectorized import arguments
 
@@ -77,71 +73,42 @@ class StackedDataset(input_lib.DistributedDataset):
     return iter(self.plain)
 
 
-def split(
-  dataset: tf.data.Dataset, count: int, options: Any = None
-) -> StackedDataset:
-  """Splits each global batch of dense tensors into a part for each replica.
-
-  Replica i gets the i-th of N equal parts.
-
-  Raises:
-    ValueError: If a component of the dataset is not dense or has no rows, or if
-      its elements are not batches.
-    NotImplementedError: If `options` asks for one iterator per replica.
-  """
-  _check(dataset, least_rank=1)
-  rows = [
-    spec.shape[0]
-    for spec in tf.nest.flatten(dataset.element_spec)
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank and spec.shape[0]
-  ]
-  if len(set(rows)) > 1 and any(n % count for n in rows):
-    raise ValueError(
-      f"The components of the dataset have {rows} rows, which {count} replicas"
-      " cannot share equally: its elements are not batches of examples. Batch"
-      " the dataset with the global batch size:"
-      " dataset.batch(global_batch_size)."
-    )
-  return _of_replicas(dataset, count, arguments.Layout.BATCH, options)
-
-
-def deal(
-  dataset: tf.data.Dataset, count: int, options: Any = None
-) -> StackedDataset:
-  """Distributes elements: each replica gets one element in every step.
-
-  The dataset is already batched for one replica. If the last elements do not
-  suffice for all replicas, they are dropped: one program runs all replicas.
-
-  Raises:
-    ValueError: If a component of the dataset is not dense.
-    NotImplementedError: If `options` asks for one iterator per replica.
-  """
-  _check(dataset, least_rank=0)
-  batched = dataset.batch(count, drop_remainder=True)
-  return _of_replicas(batched, count, arguments.Layout.ROWS, options)
-
-
 def share(
   dataset: tf.data.Dataset, count: int, options: Any = None
 ) -> StackedDataset:
-  """Gives every replica all elements, without copying them."""
-  return _of_replicas(dataset, count, arguments.Layout.SHARED, options)
+  """Gives every replica all elements, without copying them.
+
+  Of what `per_replica` has marked, each replica receives its own row.
+
+  Raises:
+    ValueError: If marked values have another number of rows than `count`.
+    NotImplementedError: If `options` asks for one iterator per replica.
+  """
+
+  def spec_of(leaf: tf.TypeSpec) -> tf.TypeSpec:
+    if not isinstance(leaf, arguments.ReplicaValuesSpec):
+      layout = arguments.Layout.SHARED
+      return arguments.ReplicaValuesSpec(leaf, count, layout)
+    if leaf.count != count:
+      raise ValueError(
+        f"`values` of per_replica has {leaf.count} rows, but the strategy has"
+        f" {count} models. Give each model one row."
+      )
+    return leaf
+
+  return retyped(dataset, spec_of, options)
 
 
-def _of_replicas(
+def retyped(
   dataset: tf.data.Dataset,
-  count: int,
-  layout: arguments.Layout,
-  options: Any,
+  spec_of: Callable[[tf.TypeSpec], tf.TypeSpec],
+  options: tf.distribute.InputOptions | None,
 ) -> StackedDataset:
   """Returns the same dataset, with elements of another type."""
   dataset = dataset.prefetch(_buffer_size(options))
   spec = tf.nest.map_structure(
     lambda leaf: (
-      arguments.ReplicaValuesSpec(leaf, count, layout)
-      if not isinstance(leaf, structure.NoneTensorSpec)
-      else leaf
+      leaf if isinstance(leaf, structure.NoneTensorSpec) else spec_of(leaf)
     ),
     dataset.element_spec,
   )
@@ -150,25 +117,6 @@ def _of_replicas(
   # Keep the Python functions that the dataset calls.
   changed.source = dataset
   return StackedDataset(changed)
-
-
-def _check(dataset: Any, least_rank: int) -> None:
-  """Raises an error if a component is not dense or its rank is too low."""
-  for path, spec in nest.flatten_with_joined_string_paths(dataset.element_spec):
-    where = f"The dataset's component {path!r}" if path else "The dataset"
-    if isinstance(spec, structure.NoneTensorSpec):
-      continue
-    if not isinstance(spec, tf.TensorSpec):
-      raise ValueError(
-        f"{where} is a {type(spec).__name__}; replicas of one program take"
-        " dense tensors only. Convert it in dataset.map with"
-        " tf.sparse.to_dense or tf.RaggedTensor.to_tensor."
-      )
-    if spec.shape.rank is not None and spec.shape.rank < least_rank:
-      raise ValueError(
-        f"{where} has no rows to split among the replicas: {spec}. Batch the"
-        " dataset with the global batch size: dataset.batch(global_batch_size)."
-      )
 
 
 def _buffer_size(options: tf.distribute.InputOptions | None) -> int:

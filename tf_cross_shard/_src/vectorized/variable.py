@@ -7,13 +7,14 @@ Replicas see a variable of the shape `[...]`. Their program is traced with a
 handle that has this shape and, once there is a stack, no value. `vectorizer`
 puts the stack in its place.
 
-The host reads row 0, or the sum or mean of the rows if the variable is
-aggregated on reading, as metrics are. An assignment on the host sets all rows.
+The host reads row 0 or, if the variable is aggregated on reading, as metrics
+are, an aggregate of the rows: for models the mean. An assignment on the host
+sets all rows.
 """
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +22,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
+from tensorflow.python.util import object_identity
 
 from tf_cross_shard._src.vectorized import replica_context
 
@@ -31,7 +33,7 @@ _in_replica: Final = replica_context.in_replica_program
 class StackedVariable(resource_variable_ops.ResourceVariable):
   """A variable of `VectorizedStrategy`."""
 
-  def __init__(self, *, count: int, **kwargs: Any) -> None:
+  def __init__(self, *, count: int, are_models: bool, **kwargs: Any) -> None:
     self._count = count
     self._stack: Any = None
     super().__init__(**kwargs)
@@ -50,6 +52,10 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     # combined when replicas assign them.
     self._on_read = self.aggregation if on_read else _Aggregation.NONE
     self._on_assign = _Aggregation.NONE if on_read else self.aggregation
+    if are_models:  # No model aggregates; the host reads what one model has.
+      self._on_assign = _Aggregation.NONE
+      if self._on_read == _Aggregation.SUM:
+        self._on_read = _Aggregation.MEAN
 
   @property
   def handle(self) -> Any:
@@ -163,7 +169,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     if self.is_summed_on_reading:
       return tf.reduce_sum(stack, axis=0)
     if self._on_read == _Aggregation.MEAN:
-      return tf.reduce_mean(stack, axis=0)
+      return _mean(stack)
     return stack[0]
 
   # TensorFlow's methods would gather rows of the stack.
@@ -215,6 +221,13 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Sets all copies to the value in a `tf.train.Checkpoint`."""
     return self.assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
+  def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+    raise ValueError(
+      f"A SavedModel has one value of each variable, but {self.name} has"
+      f" {self._count} copies. Export the model that"
+      " tf_cross_shard.replica_state.load_group returns."
+    )
+
   def _share(self, value: tf.Tensor) -> tf.Tensor:
     """Returns what each copy gets of a value that the host assigns."""
     if not self.is_summed_on_reading:
@@ -251,6 +264,14 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
 
 def _read(handle: Any, dtype: tf.DType) -> tf.Tensor:
   return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+
+
+def _mean(stack: tf.Tensor) -> tf.Tensor:
+  """Returns the mean of the rows; for integers, rounded."""
+  if stack.dtype.is_floating or stack.dtype.is_complex:
+    return tf.reduce_mean(stack, axis=0)
+  mean = tf.reduce_mean(tf.cast(stack, tf.float64), axis=0)
+  return tf.cast(tf.round(mean), stack.dtype)
 
 
 def _override(name: str) -> None:
@@ -306,11 +327,13 @@ class RowView:
     """Returns the value of this copy."""
     return self._variable.read_stack()[self._replica]
 
+  value = read_value
+
   def numpy(self) -> np.ndarray:
     """Returns the value of this copy as an array."""
     return self.read_value().numpy()
 
-  def sparse_read(self, indices: Any) -> tf.Tensor:
+  def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
     """Returns the rows of this copy with these indices."""
     indices = tf.convert_to_tensor(indices)
     replica = tf.fill(tf.shape(indices), tf.cast(self._replica, indices.dtype))
@@ -318,7 +341,16 @@ class RowView:
       resource=self._variable.stack_handle,
       indices=tf.stack([replica, indices], axis=-1),
       dtype=self.dtype,
+      name=name,
     )
+
+  def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+    """Returns slices of this copy."""
+    return tf.gather_nd(self.read_value(), indices, name=name)
+
+  def ref(self) -> Any:
+    """Returns a hashable reference to this object."""
+    return object_identity.Reference(self)
 
   def assign(self, value: Any) -> "RowView":
     """Sets this copy; the copies of other replicas do not change."""
@@ -342,19 +374,27 @@ class RowView:
     )
     return self
 
-  # The callback SwapEMAWeights of Keras adds and subtracts copies.
-
-  def __sub__(self, other: Any) -> tf.Tensor:
-    return tf.subtract(self, other)
-
   def __float__(self) -> float:
     return float(self.numpy())
 
   def __int__(self) -> int:
     return int(self.numpy())
 
+  def __bool__(self) -> bool:
+    return bool(self.numpy())
+
+  def __getitem__(self, index: Any) -> tf.Tensor:
+    return self.read_value()[index]
+
+  def __len__(self) -> int:
+    return len(self.read_value())
+
+  def __iter__(self) -> Iterator[tf.Tensor]:
+    return iter(self.read_value())
+
   def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-    return self.numpy() if dtype is None else self.numpy().astype(dtype)
+    del copy  # The array is always new.
+    return np.array(self.numpy(), dtype)
 
   def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
     return tf.convert_to_tensor(
@@ -363,3 +403,16 @@ class RowView:
 
   def __repr__(self) -> str:
     return f"<RowView {self.name}, numpy={self.numpy()}>"
+
+
+def _operator(name: str) -> Any:
+  def operate(copy: RowView, *others: Any) -> Any:
+    return getattr(copy.read_value(), name)(*others)
+
+  operate.__name__ = name
+  return operate
+
+
+# A copy computes as a tensor does.
+for _name in tf.Tensor.OVERLOADABLE_OPERATORS - vars(RowView).keys():
+  setattr(RowView, _name, _operator(_name))

@@ -14,7 +14,7 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
-from tf_cross_shard._src.vectorized import replica_context
+from tf_cross_shard._src.vectorized import exchanges
 
 _COLLECTIVE: Final = re.compile(r"(ragged-)?all-|collective-|reduce-scatter")
 
@@ -58,14 +58,14 @@ class Module:
 
     - StableHLO has no copy operation. A copy becomes a reshape to the same
       shape; the compiler creates the copies that it needs.
-    - A sum in the name scope of `replica_context.all_to_all` becomes the
+    - A sum in the name scope of `exchanges.all_to_all` becomes the
       all-to-all that it stands for.
     """
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
         instruction.opcode = "reshape"
       is_sum = instruction.opcode == "all-reduce"
-      if is_sum and replica_context.ALL_TO_ALL in instruction.metadata.op_name:
+      if is_sum and exchanges.ALL_TO_ALL in instruction.metadata.op_name:
         instruction.opcode = "all-to-all"
         instruction.dimensions[:] = [0]
         del instruction.called_computation_ids[:]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.vectorized import arguments
+from tf_cross_shard._src.vectorized import arguments, data_parallel
 from tf_cross_shard._src.vectorized import strategy as strategy_lib
 from tf_cross_shard._src.virtual_tpu import lowering
 
@@ -51,21 +51,21 @@ class VirtualTPUStrategy(strategy_lib.VectorizedStrategy):
     Raises:
       ValueError: If `num_replicas` is not a positive integer.
     """
-    super().__init__(num_replicas)
+    super().__init__(num_replicas, split_batches=True)
 
   @property
-  def _extended_class(self) -> "type[VirtualTPUExtended]":
+  def _data_parallel_class(self) -> "type[VirtualTPUExtended]":  # type: ignore[override]
     return VirtualTPUExtended
 
 
-class VirtualTPUExtended(strategy_lib.VectorizedExtended):
+class VirtualTPUExtended(data_parallel.DataParallelExtended):
   """The methods that TensorFlow and Keras call on a strategy."""
 
   _for_xla = True
-  stacks_replicas = False
+  is_vectorized = False
 
-  def __init__(self, *args: Any) -> None:
-    super().__init__(*args)
+  def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
+    super().__init__(strategy, num_copies)
     # TensorFlow then requires static shapes of datasets, as for a TPU.
     self._require_static_shapes = True
 
@@ -78,7 +78,7 @@ class VirtualTPUExtended(strategy_lib.VectorizedExtended):
     recorded = _recorded.get()
     if recorded is not None:
       # Only `compile_for` wants the program: do not create stacks for it.
-      recorded.append((program, self._num_replicas_in_sync))
+      recorded.append((program, self.num_copies))
       return tf.nest.map_structure(
         lambda leaf: None, structure, expand_composites=True
       )

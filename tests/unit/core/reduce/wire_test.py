@@ -258,7 +258,7 @@ def test_the_tpu_compiler_sends_half(wire_dtype: str | None, size: int) -> None:
 
 @pytest.mark.parametrize("shard_update", [False, True])
 def test_vectorized_replicas_add_in_float32(shard_update: bool) -> None:
-  strategy = VectorizedStrategy(4)
+  strategy = VectorizedStrategy(4, split_batches=True)
   [weight], optimizer = training.build(
     *("keras", lambda _: _sgd()(), {"weight": np.zeros(3, "f4")}, strategy),
     group_assignment=NEIGHBOURS,

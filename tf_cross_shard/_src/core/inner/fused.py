@@ -34,6 +34,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.inner import keras_private, kernels, overriding
@@ -364,9 +365,9 @@ def plan(
   kernel = find_kernel(optimizer)
   may_compile = in_function and can_compile(optimizer)
   strategy = keras_private.strategy(optimizer)
-  is_stack = getattr(strategy.extended, "stacks_replicas", False)
+  is_stack = single_program.is_vectorized(strategy)
   if wanted is None and may_compile and is_stack and kernel and kernel.slots:
-    copies = strategy.num_replicas_in_sync
+    copies = single_program.num_copies(strategy)
     return Plan(kernel, may_compile=True, copies=copies)
   if kernel is not None:
     is_small_too = (
@@ -403,8 +404,7 @@ def updating(
       the optimizer's own `update_step`. None to call that method directly.
   """
   overridden: dict[str, Any] = {}
-  extended = keras_private.strategy(optimizer).extended
-  if getattr(extended, "stacks_replicas", False):
+  if single_program.is_vectorized(keras_private.strategy(optimizer)):
     overridden = keras_private.with_static_shapes(optimizer)
   if is_compiled(optimizer):
     return overriding.overriding(optimizer, **overridden)

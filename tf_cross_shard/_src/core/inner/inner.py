@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
@@ -95,7 +96,7 @@ class Inner(abc.ABC):
 
     Keras has set them to the weights of the first replica on all replicas.
     """
-    if self.strategy.num_replicas_in_sync == 1:
+    if single_program.num_copies(self.strategy) == 1:
       return  # Keras may create the weights in the function being traced.
     slots = getattr(self.innermost, self._weight_copy_attribute, ())
     copies = self.strategy.experimental_local_results

@@ -235,6 +235,6 @@ def unlisted(optimizer: Optimizer) -> list[Variable]:
 
 def strategy(optimizer: Optimizer) -> tf.distribute.Strategy:
   """Returns the strategy whose scope an optimizer was created in."""
-  made_in = optimizer._distribution_strategy
+  made_in = getattr(optimizer, "_distribution_strategy", None)
   # A legacy optimizer that was created outside all scopes has None.
   return made_in or tf.distribute.get_strategy()

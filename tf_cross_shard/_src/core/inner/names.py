@@ -9,8 +9,10 @@ program would not find the same names.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import tensorflow as tf
+
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import parts, reduce, single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
@@ -187,20 +189,28 @@ def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
 
 
 def groups_of(
-  optimizer: Optimizer, num_replicas: int | None
+  optimizer: Optimizer, strategy: tf.distribute.Strategy | None = None
 ) -> groups_lib.Groups:
-  """Returns the groups of the optimizer; by default, one group of all."""
+  """Returns the groups of an optimizer.
+
+  An optimizer that has no groups trains one group of all replicas, or each
+  model by itself. `strategy` is the strategy of the variables; by default, that
+  of the optimizer.
+  """
+  own = strategy
   for nested in nested_optimizers(optimizer):
     groups = getattr(nested, "groups", None)
     if isinstance(groups, groups_lib.Groups):
-      if num_replicas not in (None, groups.num_replicas):
+      copies = strategy and single_program.num_copies(strategy)
+      if copies not in (None, groups.num_replicas):
         raise ValueError(
           f"`optimizer` has groups of {groups.num_replicas} replicas,"
-          f" {groups.to_lists()}, but its variables have {num_replicas}"
+          f" {groups.to_lists()}, but its variables have {copies}"
           " replicas. Create both inside the scope of one strategy."
         )
       return groups
-  return groups_lib.contiguous(num_replicas or 1, num_replicas or 1)
+    own = own or keras_private.strategy(nested)
+  return reduce.default_groups(own or tf.distribute.get_strategy())
 
 
 def group_warnings_of(

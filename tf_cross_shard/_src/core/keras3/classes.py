@@ -117,3 +117,4 @@ def _is_divided(loss: Any, values: Any, y_pred: Any, weights: Any) -> bool:
 
 
 compiled_losses.wrap_losses["keras"] = _wrap_losses
+compiled_losses.watch_compile("keras")

@@ -80,16 +80,19 @@ class CompiledLoss:
 wrap_losses: "Final[dict[str, Callable[[Any], None]]]" = {}
 
 
-def watch_compile() -> None:
-  """Extends `compile` of the models of each Keras that is imported, once."""
-  for package in ("keras", "tf_keras"):
-    model_class = getattr(sys.modules.get(package), "Model", None)
-    if model_class is not None:
-      # The class that defines `compile`: to see whether a user has overridden
-      # it, Keras compares the method with the one of this class.
-      owner = next(c for c in model_class.__mro__ if "compile" in vars(c))
-      if not hasattr(owner.compile, _MARK):
-        owner.compile = _watched(package, owner.compile, owner.compute_loss)
+def watch_compile(package: str) -> None:
+  """Extends `compile` of the models of a Keras, once.
+
+  Call it when the package is imported. Python looks `compile` up before it
+  evaluates the arguments of the call, so in `model.compile(CrossShardOptimizer(
+  "adam"))` the constructor would be too late.
+  """
+  # The class that defines `compile`: to see whether a user has overridden it,
+  # Keras compares the method with the one of this class.
+  kinds = sys.modules[package].Model.__mro__
+  owner = next(kind for kind in kinds if "compile" in vars(kind))
+  if not hasattr(owner.compile, _MARK):
+    owner.compile = _watched(package, owner.compile, owner.compute_loss)
 
 
 def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
@@ -108,7 +111,7 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
       )
     keras_compile(self, *args, **kwargs)
     step = _step_of(self)
-    if step is None or step.engine.num_replicas == 1:
+    if step is None or step.engine.strategy.num_replicas_in_sync == 1:
       return
     if self.jit_compile and not step.engine.is_spmd:
       raise ValueError(

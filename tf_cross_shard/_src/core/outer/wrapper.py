@@ -17,11 +17,11 @@ from typing import Any, Final, TypeVar, cast
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts, validation
+from tf_cross_shard._src.core import parts, single_program, validation
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.inner import v1
-from tf_cross_shard._src.core.outer import compiled_losses, saving, v1_methods
+from tf_cross_shard._src.core.outer import saving, v1_methods
 
 # Names that `dir` does not list. Keras saves each optimizer that it finds under
 # a listed name, and tf.train.Checkpoint saves the slots of an object that lists
@@ -94,7 +94,6 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   def _wrap(self, inner: inner_lib.Inner) -> None:
     """Stores the wrapped optimizer, and begins to forward attributes."""
     parts.attach(self, parts.Parts(inner, self._package))
-    compiled_losses.watch_compile()
     if inner.is_built:
       validation.check_not_overwritten(inner.trainable_variables)
 
@@ -242,7 +241,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
     variables = list(variables)
     is_waiting = getattr(checkpointed, "has_waiting_values", False)
     if is_waiting and not tf.distribute.in_cross_replica_context():
-      replicas = tf.distribute.get_strategy().num_replicas_in_sync
+      replicas = single_program.num_copies(tf.distribute.get_strategy())
       if replicas > 1:
         raise RuntimeError(
           f"{self.name} was restored but is not built; each of the {replicas}"

@@ -12,14 +12,16 @@ this folder sums within groups, under one kind of strategy:
     Mirrored, on GPUs          Mirrored     CollectiveReduceV2 (NCCL)
     Mirrored, inside tf.cond   Mirrored     CollectiveReduceV2 (ring or NCCL)
     MultiWorkerMirrored        MultiWorker  CollectiveReduceV2 (ring or NCCL)
-    TPUStrategy                TPU          CrossReplicaSum(group_assignment)
-    VirtualTPUStrategy         TPU          its `extended.cross_replica_sum`
-    VectorizedStrategy         TPU          its `extended.cross_replica_sum`
+    TPUStrategy                OneProgram   CrossReplicaSum(group_assignment)
+    VirtualTPUStrategy         OneProgram   its program's `cross_replica_sum`
+    VectorizedStrategy, split  OneProgram   its program's `cross_replica_sum`
+      batches
+    VectorizedStrategy         Models       nothing to do
     any other                  NotImplementedError
 
 A sharded update also needs the two halves of an all-reduce:
 
-               merge_call          collective_ops           TPU
+               merge_call          collective_ops           OneProgram
     ─────────────────────────────────────────────────────────────────────────
     reduce-    each member sums    CollectiveAllToAllV2,    XlaReduceScatter
       scatter    its own part        then a local sum
@@ -39,18 +41,31 @@ Within the core, only the files of this folder use internals of tf.distribute
 and raw collective operations.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core.reduce import (
   engine,
   mirrored,
   multi_worker,
   one_program,
 )
-from tf_cross_shard._src.core.reduce.one_program import runs_one_program
 
-__all__ = ["for_strategy", "runs_one_program"]
+__all__ = ["default_groups", "for_strategy"]
+
+
+def default_groups(strategy: tf.distribute.Strategy) -> groups_lib.Groups:
+  """Returns the groups without `group_assignment`: one group of all replicas.
+
+  Where replicas are models, each model is a group.
+  """
+  copies = single_program.num_copies(strategy)
+  if single_program.are_models(strategy):
+    return groups_lib.singletons(copies)
+  return groups_lib.contiguous(copies, copies)
 
 
 def for_strategy(
@@ -58,20 +73,23 @@ def for_strategy(
 ) -> engine.Engine:
   """Returns the engine that sums within groups under a strategy.
 
-  Without `groups`, all replicas form one group.
+  Without `groups`, it is for the `default_groups`.
 
   Raises:
     NotImplementedError: If no engine supports the strategy.
   """
-  replicas = strategy.num_replicas_in_sync
-  groups = groups or groups_lib.contiguous(replicas, replicas)
+  groups = groups or default_groups(strategy)
   # Test this before the number of replicas: MirroredStrategy makes merge calls
   # even on one device, and its replica must be isolated from them.
   if isinstance(strategy, tf.distribute.MirroredStrategy):
     return mirrored.Mirrored(strategy, groups)
-  if runs_one_program(strategy):
-    return one_program.OneProgram(strategy, groups)
-  if replicas == 1:
+  program = single_program.of_strategy(strategy)
+  if program is not None:
+    kind: Any = (
+      one_program.Models if program.are_models else one_program.OneProgram
+    )
+    return kind(strategy, groups, program)
+  if strategy.num_replicas_in_sync == 1:
     return engine.OneDevice(strategy, groups)
   if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
     return multi_worker.MultiWorker(strategy, groups)

@@ -13,7 +13,7 @@ less.
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -90,6 +90,13 @@ class Engine(abc.ABC):
     conditional on this value.
     """
     return value
+
+  def equalize(self, variables: Iterable[Variable]) -> None:
+    """Gives all members of a group the bits of its first member.
+
+    Engines whose members compute the same bits do nothing.
+    """
+    del variables
 
   @abc.abstractmethod
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

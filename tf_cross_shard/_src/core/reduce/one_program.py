@@ -1,4 +1,4 @@
-"""The engine of TPUs and vectorized replicas, which all run one program.
+"""The engines of replicas that run one program: TPUs, and vectorized replicas.
 
 XLA's collectives receive the groups as an operand:
 
@@ -17,14 +17,17 @@ batch.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import single_program
+from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine, isolation
 
 # The dtypes that CrossReplicaSum supports.
@@ -39,26 +42,25 @@ DTYPES: Final = (
 
 
 class OneProgram(engine.Engine):
-  """Collectives within groups of the replicas of one program.
-
-  A strategy other than TPUStrategy, such as VectorizedStrategy, must provide
-  the methods `extended.cross_replica_sum(tensor, group_assignment)` and
-  `extended.all_to_all(tensor, group_assignment)`. With
-  `extended.stacks_replicas`, the replicas are on one device, and the program is
-  not compiled by XLA.
-  """
+  """Collectives within groups of the replicas of one program."""
 
   is_spmd = True
 
-  @property
-  def method(self) -> str:  # type: ignore[override]
-    if self.is_compiled:
-      return "CrossReplicaSum, in one XLA program"
-    return "add_n of the replicas' rows, in one program"
-
-  @property
-  def is_compiled(self) -> bool:  # type: ignore[override]
-    return not getattr(self.strategy.extended, "stacks_replicas", False)
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    groups: groups_lib.Groups,
+    program: single_program.SingleProgram,
+  ) -> None:
+    super().__init__(strategy, groups)
+    self._program = program
+    self.is_compiled = not program.is_vectorized
+    self.supports_sparse = program.is_vectorized
+    self.method = (
+      "add_n of the replicas' rows, in one program"
+      if program.is_vectorized
+      else "CrossReplicaSum, in one XLA program"
+    )
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for tensor in tensors:
@@ -69,11 +71,8 @@ class OneProgram(engine.Engine):
           f" of dtype {tensor.dtype.name}. Cast it before apply_gradients."
         )
     assignment = self.groups.to_lists()
-    return [self._sum(tensor, assignment) for tensor in tensors]
-
-  @property
-  def supports_sparse(self) -> bool:  # type: ignore[override]
-    return not self.is_compiled
+    add_up = self._program.cross_replica_sum
+    return [add_up(tensor, assignment) for tensor in tensors]
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list(map(self._gather, tensors))
@@ -98,9 +97,8 @@ class OneProgram(engine.Engine):
     return self._gather(part)
 
   def _gather(self, tensor: tf.Tensor) -> tf.Tensor:
-    exchange = getattr(self.strategy.extended, "all_to_all", _all_to_all)
     repeated = tf.concat([tensor] * self.groups.group_size, axis=0)
-    return exchange(repeated, _in_order(self.groups))
+    return self._program.all_to_all(repeated, _in_order(self.groups))
 
   def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return self.all_reduce_sum(list(map(self._widened, tensors)))
@@ -115,8 +113,22 @@ class OneProgram(engine.Engine):
     return tensor if is_wide else tf.cast(tensor, tf.float32)
 
   def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
-    mark = getattr(self.strategy.extended, "same_on_all_replicas", None)
-    return value if mark is None else mark(value)
+    return self._program.same_on_all_replicas(value)
+
+  def equalize(self, variables: Iterable[Variable]) -> None:
+    """Gives all members of a group the values of its first member.
+
+    Vectorized members compute the same numbers, but may round them differently:
+    the last numbers of a tensor fill no vector of the processor.
+    """
+    if self.groups.group_size == 1 or self.is_compiled:
+      return
+    assignment = _in_order(self.groups)
+    with self.isolate():
+      for variable in map(variables_lib.native, variables):
+        if variable.dtype.is_floating:
+          value = tf.convert_to_tensor(variable)
+          variable.assign(self._program.first_of_group(value, assignment))
 
   @property
   def bucket_bytes(self) -> None:
@@ -125,32 +137,33 @@ class OneProgram(engine.Engine):
   def isolate(self) -> contextlib.AbstractContextManager[Any]:
     return isolation.OneProgramContext(self.strategy)
 
-  def _sum(self, tensor: tf.Tensor, assignment: list[list[int]]) -> Any:
-    of_strategy = getattr(self.strategy.extended, "cross_replica_sum", None)
-    if of_strategy is not None:
-      return of_strategy(tensor, assignment)
-    return tf.raw_ops.CrossReplicaSum(input=tensor, group_assignment=assignment)
+
+class Models(engine.OneDevice):
+  """Replicas that are models: there is nothing to sum."""
+
+  is_spmd = True
+  method = "nothing to sum: each replica is a model"
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    groups: groups_lib.Groups,
+    program: single_program.SingleProgram,
+  ) -> None:
+    super().__init__(strategy, groups)
+    self._program = program
+
+  @property
+  def num_replicas(self) -> int:
+    return self._program.num_copies
+
+  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    return self._program.same_on_all_replicas(value)
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    return isolation.OneProgramContext(self.strategy)
 
 
 def _in_order(groups: groups_lib.Groups) -> list[list[int]]:
   """Returns the groups with their members in the order of `position`."""
   return [sorted(members) for members in groups]
-
-
-def _all_to_all(tensor: tf.Tensor, assignment: list[list[int]]) -> tf.Tensor:
-  """Sends the i-th of equal slices to the i-th member."""
-  return tf.raw_ops.AllToAll(
-    input=tensor,
-    group_assignment=assignment,
-    concat_dimension=0,
-    split_dimension=0,
-    split_count=len(assignment[0]),
-  )
-
-
-def runs_one_program(strategy: tf.distribute.Strategy) -> bool:
-  """Returns whether the replicas of a strategy run one program."""
-  return isinstance(
-    strategy,
-    (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
-  ) or hasattr(strategy.extended, "cross_replica_sum")

@@ -178,3 +178,4 @@ def _is_divided(loss: Any, *_: Any) -> bool:
 
 
 compiled_losses.wrap_losses["tf_keras"] = _wrap_losses
+compiled_losses.watch_compile("tf_keras")

@@ -99,7 +99,13 @@ class Update:
       self.inner.apply(sums, variables, through_apply, self.tables.row_step)
 
   def gather_weights(self, sums: Sequence[Gradient]) -> None:
-    """Gives all members the parts of the weights that others have updated."""
+    """Ends a step: gives all members of the group the same weights.
+
+    The members of this update have computed the same numbers.
+    """
+    del sums
+    inner = self.inner
+    self.engine.equalize([*inner.trainable_variables, *inner.variables])
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     """Ends `fit`: writes moving averages into the variables."""

@@ -1,0 +1,126 @@
+"""Exchanges between data-parallel replicas, inside a replica's program.
+
+They add XLA's operations to the graph being traced. So the graph is the program
+of a TPU replica. `converters` vectorizes it for this device.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.core.framework import attr_value_pb2
+
+from tf_cross_shard._src.vectorized import replica_context
+
+# The name scope of all-to-all exchanges. TensorFlow has no all-to-all operation
+# that it can lower for CPUs, so the graph contains a sum in this name scope,
+# which stands for the exchange.
+ALL_TO_ALL: Final = "CrossReplicaAllToAll"
+# The attribute of an identity operation that stands for the value of another
+# replica: for each replica, the number of that replica.
+TAKEN_FROM: Final = "_taken_from_replica"
+
+
+def cross_replica_sum(
+  tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
+) -> tf.Tensor:
+  """Sums a tensor over this replica's group, inside a replica's program."""
+  # TPUs sum float64, but this operation does not: gather the values instead.
+  if tensor.dtype == tf.float64:
+    return tf.reduce_sum(gather(tensor, group_assignment), axis=0)
+  return gen_xla_ops.xla_all_reduce(
+    input=tensor,
+    group_assignment=group_assignment,
+    reduce_op="Add",
+    mode="CrossReplica",
+  )
+
+
+def all_to_all(
+  tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
+) -> tf.Tensor:
+  """Sends the i-th slice along axis 0 to the i-th member of the group.
+
+  The size of axis 0 is a multiple of the size of a group. The result has the
+  shape of `tensor`.
+  """
+  # The operation has no dtypes of 8 bytes: exchange words of 4 bytes.
+  words = tf.bitcast(tensor, tf.uint32) if tensor.dtype.size == 8 else tensor
+  with tf.name_scope(ALL_TO_ALL):
+    received = cross_replica_sum(words, group_assignment)
+  return received if words is tensor else tf.bitcast(received, tensor.dtype)
+
+
+def first_of_group(
+  tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
+) -> tf.Tensor:
+  """Returns the value that the first member of this replica's group has."""
+  taken_from = [0] * sum(map(len, group_assignment))
+  for members in group_assignment:
+    for member in members:
+      taken_from[member] = members[0]
+  marked = tf.identity(tensor)
+  numbers = attr_value_pb2.AttrValue.ListValue(i=taken_from)
+  attribute = attr_value_pb2.AttrValue(list=numbers)
+  marked.op._set_attr(TAKEN_FROM, attribute)  # noqa: SLF001  # No public way.
+  return marked
+
+
+class DataParallelContext(replica_context.TracedReplicaContext):
+  """The context of a data-parallel replica."""
+
+  def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    """Concatenates the tensors of all replicas, or structures of tensors."""
+
+    def join(tensor: Any) -> tf.Tensor:
+      values = gather(tf.convert_to_tensor(tensor), self._all)
+      return tf.concat(tf.unstack(values), axis)
+
+    return tf.nest.map_structure(join, value)
+
+  def of_first_replica(self, value: Any) -> tf.Tensor:
+    """Returns replica 0's value on every replica."""
+    tensor = tf.convert_to_tensor(value)
+    # All replicas run one program, so a constant is the same on all.
+    if tf.get_static_value(tensor) is not None:
+      return tensor
+    return gather(tensor, self._all, 1)[0]
+
+  @property
+  def _all(self) -> list[list[int]]:
+    """The group assignment of one group that holds all replicas."""
+    return [list(range(self.strategy.num_replicas_in_sync))]
+
+
+def gather(
+  tensor: tf.Tensor,
+  group_assignment: Sequence[Sequence[int]],
+  count: int | None = None,
+) -> tf.Tensor:
+  """Gathers the values of the group's first `count` members.
+
+  The gather is a sum. Each replica contributes a tensor with a new axis 0 of
+  `count` rows that holds its own value in its own row and zeros elsewhere.
+
+  Returns a tensor of shape `[count, *tensor.shape]`.
+  """
+  dtype = tensor.dtype
+  # Gather the two parts of a complex number separately.
+  if dtype.is_complex:
+    parts = tf.math.real(tensor), tf.math.imag(tensor)
+    gathered = (gather(part, group_assignment, count) for part in parts)
+    return tf.complex(*gathered)
+  # A narrow dtype goes through a wider one, which represents all its values.
+  if dtype.size < 4:
+    wide = tf.cast(tensor, tf.float32 if dtype.is_floating else tf.int32)
+    return tf.cast(gather(wide, group_assignment, count), dtype)
+  # Sum 32-bit words: every bit arrives unchanged, and dtypes that TPUs do not
+  # sum can be gathered too.
+  words = tf.bitcast(tensor, tf.uint32)
+  # is_own[i]: whether this replica is member i of its group.
+  members = tf.constant(group_assignment)[:, :count]
+  is_own = tf.reduce_any(members == replica_context.replica_id(), axis=0)
+  is_own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
+  spread = tf.where(is_own, words[None], tf.zeros([], words.dtype))
+  return tf.bitcast(cross_replica_sum(spread, group_assignment), dtype)

@@ -1,0 +1,433 @@
+"""What TensorFlow and Keras call on a strategy whose replicas are models.
+
+A replica is the program of one device: `num_replicas_in_sync` is 1, and there
+is nothing to exchange.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.distribute import (
+  device_util,
+  distribute_lib,
+  distribute_utils,
+)
+
+from tf_cross_shard._src.core import single_program
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
+  arguments,
+  converters,
+  convolutions,
+  datasets,
+  kernels,
+  replica_context,
+  variable,
+  vectorizer,
+)
+
+
+class ModelsExtended(
+  distribute_lib.StrategyExtendedV1, single_program.SingleProgram
+):
+  """The methods that TensorFlow, Keras and the core call on a strategy."""
+
+  should_checkpoint = True
+  should_save_summary = True
+  _global_batch_size = True
+  are_models = True
+  # Whether replicas' programs are traced for XLA.
+  _for_xla: bool | None = None
+  _context_class: type[Any] = replica_context.ModelContext
+
+  def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
+    super().__init__(strategy)
+    self.num_copies = num_copies
+    self._has_warned_of_predict = False
+    kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
+    self._device = device_util.canonicalize(f"/device:{kind}:0")
+    # Maps the id of a variable's handle in replicas' programs to the variable.
+    self._variables: weakref.WeakValueDictionary[int, Any] = (
+      weakref.WeakValueDictionary()
+    )
+    self._num_created = 0
+    # Functions that were called eagerly, with references to what owns them.
+    self._functions: dict[Any, tuple[Any, weakref.ref[Any]]] = {}
+    self._tracing = threading.RLock()
+
+  @property
+  def _num_replicas_in_sync(self) -> int:
+    return 1
+
+  @property
+  def worker_devices(self) -> tuple[str, ...]:
+    """The device, once for each replica."""
+    return (self._device,) * self.num_copies
+
+  def non_slot_devices(self, var_list: Any) -> str:
+    """Returns the device for variables that are not slots."""
+    return self._device
+
+  def _in_multi_worker_mode(self) -> bool:
+    return False
+
+  def _get_local_replica_id(self, replica_id: Any) -> Any:
+    return replica_id
+
+  def _use_merge_call(self) -> bool:
+    return False
+
+  # Input.
+
+  def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    return datasets.share(dataset, self.num_copies, options)
+
+  def _distribute_datasets_from_function(
+    self, dataset_fn: Callable[..., Any], options: Any
+  ) -> Any:
+    dataset = dataset_fn(tf.distribute.InputContext(num_replicas_in_sync=1))
+    return datasets.share(dataset, self.num_copies, options)
+
+  def _experimental_distribute_values_from_function(
+    self, value_fn: Callable[..., Any]
+  ) -> Any:
+    contexts = [
+      distribute_lib.ValueContext(i, self.num_copies)
+      for i in range(self.num_copies)
+    ]
+    return distribute_utils.regroup(
+      tuple(map(value_fn, contexts)), always_wrap=True
+    )
+
+  def warn_of_predict(self, fn: Callable[..., Any]) -> None:
+    """Warns once that Keras' `predict` returns the rows of all models."""
+    is_predict = "predict" in getattr(fn, "__qualname__", "")
+    if not is_predict or self._has_warned_of_predict or self.num_copies == 1:
+      return
+    self._has_warned_of_predict = True
+    logging.warning(
+      "predict() returns the predictions of all %d models for each batch, one"
+      " after the other: %d times as many rows. Use replica_state.predict, or"
+      " predict of the model that replica_state.load_group returns.",
+      *(self.num_copies, self.num_copies),
+    )
+
+  # Replicas.
+
+  def function_of(self, fn: Callable[..., Any]) -> Any:
+    """Returns a tf.function that runs `fn` on every replica.
+
+    Functions are compared by identity. They are kept as long as `fn` lives.
+    """
+    # Python creates a new bound method at each lookup: its object owns it.
+    method = getattr(fn, "__func__", None)
+    owner: Any = fn if method is None else getattr(fn, "__self__", fn)
+    functions, key = self._functions, (id(owner), method)
+    if key in functions:
+      return functions[key][0]
+    try:
+      kept: Any = weakref.ref(fn) if method is None else weakref.WeakMethod(fn)
+      lives: Any = weakref.ref(owner, lambda _: functions.pop(key, None))
+    except TypeError:  # It has no weak references.
+      kept, lives = lambda: fn, None
+    # In a tf.function, the strategy's own method would look for `fn` again.
+    run = functools.partial(
+      tf.distribute.Strategy.run, self._container_strategy()
+    )
+
+    def run_all(args: Any, kwargs: Any) -> Any:
+      return run(kept(), args, kwargs)
+
+    function = tf.function(run_all)
+    if lives is not None:
+      functions[key] = function, lives
+    return function
+
+  # The base class's `run` has converted `fn`, and nothing here needs AutoGraph.
+  @tf.autograph.experimental.do_not_convert
+  def _call_for_each_replica(
+    self, fn: Callable[..., Any], args: Any, kwargs: Any
+  ) -> Any:
+    with self._tracing:
+      given = self._arguments(args, kwargs)
+      structure, function = self.trace(fn, given)
+      return self._results(function, structure, given)
+
+  def _arguments(self, args: Any, kwargs: Any) -> arguments.Arguments:
+    return arguments.Arguments(args, kwargs, self.num_copies)
+
+  def _results(
+    self, function: Any, structure: Any, given: arguments.Arguments
+  ) -> Any:
+    """Runs a replica's program on all replicas; returns their results."""
+    outputs = self._outputs(function, given, self.variables_of(function))
+    return arguments.pack_results(structure, outputs)
+
+  def _outputs(
+    self, function: Any, given: arguments.Arguments, variables: dict[int, Any]
+  ) -> Sequence[arguments.ReplicaValues]:
+    """Returns what the program returns on all replicas."""
+    converted = self._vectorize(function, variables, given.stacks)
+    return [self._values(x) for x in converted]
+
+  def _vectorize(
+    self,
+    function: Any,
+    variables: dict[int, Any],
+    inputs: Sequence[tf.Tensor],
+    replicas: Sequence[int] | None = None,
+  ) -> list[Any]:
+    """Adds the program of all replicas to the graph being built."""
+    stacks = {key: own.stack_handle for key, own in variables.items()}
+    return vectorizer.vectorize(
+      function, self.num_copies, inputs, stacks, replicas
+    )
+
+  def _values(self, converted: Any) -> arguments.ReplicaValues:
+    layout = arguments.Layout.SHARED
+    if converted.is_stacked:
+      layout = arguments.Layout.ROWS
+    return arguments.ReplicaValues(converted.t, self.num_copies, layout)
+
+  def variables_of(self, function: Any) -> dict[int, Any]:
+    """Returns the captured variables of this strategy, by id of the handle.
+
+    Raises:
+      ValueError: If the function uses a variable of another strategy.
+    """
+    captured = map(id, function.captured_inputs)
+    variables = {
+      key: self._variables[key] for key in captured if key in self._variables
+    }
+    for other in function.graph.variables:
+      is_stack = isinstance(other, variable.StackedVariable)
+      if is_stack and id(other.replica_handle) not in variables:
+        raise ValueError(
+          f"{other.name} belongs to another VectorizedStrategy object. Create"
+          " the strategy once, and the variable inside its scope."
+        )
+    return variables
+
+  def trace(
+    self, fn: Callable[..., Any], given: arguments.Arguments
+  ) -> tuple[Any, Any]:
+    """Returns the structure of a function's results, and its graph."""
+    strategy = self._container_strategy()
+    structure: list[Any] = []
+
+    def replica_fn(*tensors: tf.Tensor) -> Any:
+      replica_context.mark_replica_program()
+      args, kwargs = given.bind(tensors)
+      with (
+        strategy.scope(),
+        self._context_class(strategy, 0),
+      ):
+        results = arguments.as_results(fn(*args, **kwargs))
+      structure[:] = [results]
+      leaves = tf.nest.flatten(results, expand_composites=True)
+      return [leaf for leaf in leaves if leaf is not None]
+
+    def build() -> Any:
+      function = tf.function(
+        replica_fn, autograph=False, jit_compile=self._for_xla
+      )
+      return function.get_concrete_function(*given.specs)
+
+    before = self._num_created
+    function = build()
+    if self._num_created != before:
+      # The first trace created variables, such as slots, and Python code may
+      # have branched on their absence. Trace again, as tf.function does.
+      function = build()
+    return structure[0], function
+
+  # Exchanges. A replica is alone, so that each returns what it receives.
+
+  def cross_replica_sum(
+    self, tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
+  ) -> tf.Tensor:
+    del group_assignment
+    return tensor
+
+  all_to_all = cross_replica_sum
+
+  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    return replica_context.same_on_all_replicas(value)
+
+  def _replica_ctx_all_reduce(
+    self, reduce_op: Any, value: Any, options: Any = None
+  ) -> Any:
+    del reduce_op, options
+    return value
+
+  # Variables.
+
+  def _create_variable(
+    self, next_creator: Callable[..., Any], **kwargs: Any
+  ) -> Any:
+    # tf.compat.v1.Variable adds "expected_shape".
+    ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
+    for name in ignored:
+      kwargs.pop(name, None)
+    # A tensor of the function that is being traced has no value outside.
+    value = kwargs.get("initial_value")
+    if tf.is_symbolic_tensor(value) and tf.get_static_value(value) is not None:
+      kwargs["initial_value"] = tf.get_static_value(value)
+    with tf.init_scope(), tf.device(self._device):
+      created = variable.StackedVariable(
+        count=self.num_copies, are_models=self.are_models, **kwargs
+      )
+    self._variables[id(created.replica_handle)] = created
+    self._num_created += 1
+    return created
+
+  def _update(
+    self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
+  ) -> Any:
+    """Calls `fn` on a variable.
+
+    On the host, `fn` is called for each copy if its arguments differ between
+    replicas, and once for the whole variable otherwise.
+    """
+    if not replica_context.in_replica_program():
+      given = tf.nest.flatten((args, kwargs or {}))
+      if any(_differs(leaf) for leaf in given):
+        results = []
+        for i, copy in enumerate(self._local_results(var)):
+          own = [self._local_results(x)[i] if _differs(x) else x for x in given]
+          own_args, own_kwargs = tf.nest.pack_sequence_as(
+            (args, kwargs or {}), own
+          )
+          results.append(fn(copy, *own_args, **own_kwargs))
+        return tuple(results)
+    return _call(fn, (var, *args), kwargs, group)
+
+  _replica_ctx_update = _update
+
+  def _update_non_slot(
+    self,
+    colocate_with: Any,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    group: bool,
+  ) -> Any:
+    return _call(fn, args, kwargs, group)
+
+  def value_container(self, value: Any) -> Any:
+    """Returns the variable itself: there is one object for all replicas."""
+    return value
+
+  # Values of replicas.
+
+  def _local_results(self, value: Any) -> tuple[Any, ...]:
+    if not replica_context.in_replica_program():
+      native = _stacked_variable(value)
+      if native is not None:
+        return native.values
+    return super()._local_results(value)
+
+  def combine(
+    self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None
+  ) -> Any:
+    """Returns the sum or mean of the replicas' values.
+
+    If `axis` is given, that dimension is reduced as well. Replicas may have
+    different numbers of elements along it; the mean weighs all elements alike.
+    """
+    if replica_context.in_replica_program():  # In a merge call.
+      return self._combine_here(operation, value)
+    if not isinstance(value, arguments.ReplicaValues):
+      parts = self._local_results(value)
+      if len(parts) == 1:  # Not per replica: every replica has this value.
+        return self._combine_shared(operation, parts[0], axis)
+      return _combine_parts(operation, parts, axis)
+    if value.layout == arguments.Layout.SHARED:
+      return self._combine_shared(operation, value.tensor, axis)
+    if type(value) is not arguments.ReplicaValues:  # Parts of several sizes.
+      return _combine_parts(operation, value.values, axis)
+    return _combine_rows(operation, value.tensor, axis)
+
+  def _combine_here(self, operation: tf.distribute.ReduceOp, value: Any) -> Any:
+    """Combines the replicas' values inside a replica's program."""
+    del operation
+    return value
+
+  def _combine_shared(
+    self, operation: tf.distribute.ReduceOp, value: Any, axis: Any
+  ) -> Any:
+    """Combines a value that all replicas have."""
+    if axis is not None:
+      value = _reduce(operation, tf.convert_to_tensor(value), axis)
+    if operation == tf.distribute.ReduceOp.MEAN:
+      return value
+    value = tf.convert_to_tensor(value)
+    return value * tf.cast(self.num_copies, value.dtype)
+
+  def _reduce_to(
+    self, reduce_op: Any, value: Any, destinations: Any, options: Any
+  ) -> tf.Tensor:
+    return self.combine(reduce_op, value)
+
+  def _gather_to_implementation(
+    self, value: Any, destinations: Any, axis: int, options: Any
+  ) -> tf.Tensor:
+    return tf.concat(self._local_results(value), axis)
+
+
+def _stacked_variable(value: Any) -> variable.StackedVariable | None:
+  """Returns the variable that a Keras variable or another object wraps."""
+  # An AutoCastVariable of tf_keras wraps the variable.
+  native = variables_lib.native(getattr(value, "_variable", value))
+  return native if isinstance(native, variable.StackedVariable) else None
+
+
+def _combine_rows(
+  operation: tf.distribute.ReduceOp, rows: tf.Tensor, axis: int | None
+) -> tf.Tensor:
+  """Combines the values of all replicas, and an axis of each value."""
+  if rows.dtype in (tf.bool, tf.string):
+    return rows[0]  # Keras averages a batch only for its shape.
+  axes = [0]
+  if axis is not None:
+    axes.append(axis + 1 if axis >= 0 else axis)
+  return _reduce(operation, rows, axes)
+
+
+def _combine_parts(
+  operation: tf.distribute.ReduceOp, parts: Sequence[Any], axis: int | None
+) -> tf.Tensor:
+  """Combines values that may have different sizes along the axis."""
+  tensors = [tf.convert_to_tensor(part) for part in parts]
+  if axis is None:
+    return _combine_rows(operation, tf.stack(tensors), None)
+  return _reduce(operation, tf.concat(tensors, axis), axis)
+
+
+def _reduce(
+  operation: tf.distribute.ReduceOp, value: tf.Tensor, axis: Any
+) -> tf.Tensor:
+  total = tf.reduce_sum(value, axis)
+  if operation == tf.distribute.ReduceOp.SUM:
+    return total
+  # How many elements are added up in each element of the sum.
+  count = tf.size(value) // tf.maximum(tf.size(total), 1)
+  return total / tf.cast(count, total.dtype)
+
+
+def _differs(value: Any) -> bool:
+  """Returns whether a value differs between replicas."""
+  return isinstance(value, tf.distribute.DistributedValues) or (
+    _stacked_variable(value) is not None
+  )
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+  """Calls an update function; ungrouped results become tuples."""
+  result = fn(*args, **(kwargs or {}))
+  return result if group else tf.nest.map_structure(lambda x: (x,), result)
