@@ -243,7 +243,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
   """Returns a value that is the i-th of `values` on the i-th replica."""
-  assert len(values) == strategy.num_replicas_in_sync > 1
+  assert len(values) > 1
   return strategy.experimental_distribute_values_from_function(
     lambda context: tf.convert_to_tensor(
       values[context.replica_id_in_sync_group]

@@ -9,8 +9,9 @@ strategy creates its iterators without these threads.
 
 import functools
 import importlib
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -20,6 +21,8 @@ try:
   from tensorflow.python.data.ops import debug_mode
 except ImportError:  # A private module: then `fit` may wait, as without us.
   debug_mode = None
+
+_debug_mode: Final = threading.RLock()
 
 
 def local_strategy(
@@ -122,12 +125,15 @@ def _untuned_class(base: Any) -> Any:
     """A distributed dataset that is not tuned."""
 
     def __iter__(self) -> Iterator[Any]:
-      before = debug_mode.DEBUG_MODE
-      debug_mode.toggle_debug_mode(True)
-      try:
-        return super().__iter__()
-      finally:
-        debug_mode.toggle_debug_mode(before)
+      # One thread at a time: another would take this mode for the user's own,
+      # and restore it for ever.
+      with _debug_mode:
+        before = debug_mode.DEBUG_MODE
+        debug_mode.toggle_debug_mode(True)
+        try:
+          return super().__iter__()
+        finally:
+          debug_mode.toggle_debug_mode(before)
 
   Untuned.__name__ = Untuned.__qualname__ = base.__name__
   return Untuned

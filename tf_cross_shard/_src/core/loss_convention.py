@@ -178,9 +178,10 @@ class LossConvention:
         "The loss %s returns one number for all examples of a replica. fit"
         " assumes that it is their mean. Better return one value for each"
         " example: Keras reduces them, and you can choose"
-        ' reduction="sum" in a loss object. If the number is a mean, and the'
-        " model has no other loss or regularizer, you can pass"
-        ' loss_averaged_over="%s" to CrossShardOptimizer instead.',
+        ' reduction="sum" in a loss object. If the model has no other loss or'
+        " regularizer, you can pass to CrossShardOptimizer instead:"
+        ' loss_averaged_over="%s" if the number is a mean, or "global" if it is'
+        " a sum divided by the batch size of all replicas.",
         *(name, loss_factor.GLOBAL if is_divided else loss_factor.REPLICA),
       )
     return 1.0 if is_divided else right / factors[loss_factor.GLOBAL]

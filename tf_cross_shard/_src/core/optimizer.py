@@ -17,6 +17,7 @@ from tf_cross_shard._src.core import (
   loss_factor,
   parts,
   reduce,
+  single_program,
   validation,
 )
 from tf_cross_shard._src.core import per_group as per_group_lib
@@ -230,6 +231,30 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     schedule = per_group_lib.schedule_class(self._package)
     per_group_lib.check_rates(value, self.groups, schedule)
     opt.learning_rate = value
+
+  @property
+  def update_step(self) -> Any:
+    """Keras' update of one variable, by the wrapped optimizer.
+
+    An optimizer of your own around this one may call it if there is one group.
+    """
+    step = parts.find_step(self)
+    inner = self._inner.optimizer
+    if step is None or (
+      step.engine.groups.num_groups == 1
+      or single_program.are_models(step.engine.strategy)
+    ):
+      return inner.update_step
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+      raise RuntimeError(
+        f"update_step of {self.name} was called by another optimizer, which"
+        f" sums gradients over all {step.engine.num_replicas} replicas and so"
+        " mixes the groups. Let the other optimizer call apply_gradients, or"
+        f" wrap it: CrossShardOptimizer(outer({type(inner).__name__}(...)))."
+      )
+
+    return refuse
 
   @property
   def skipped_steps(self) -> Any:

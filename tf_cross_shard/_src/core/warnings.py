@@ -10,6 +10,7 @@ values of groups are saved or read.
 from collections.abc import Iterable
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -50,6 +51,12 @@ _COLLAPSED: Final = (
   " tf_cross_shard.replica_state.save() and restore(), which keep the weights"
   " of each group, or average()."
 )
+_EQUAL_MODELS: Final = (
+  "%s trains %d models, and all have the same weights: they began alike, and"
+  " saw the same data and settings. Give them other initial weights"
+  " (replica_state.initialize), other settings (schedules.PerGroup,"
+  " group_settings) or other data (per_replica)."
+)
 
 
 class GroupWarnings:
@@ -62,6 +69,7 @@ class GroupWarnings:
     self._inner = inner
     self._engine = engine
     self._groups = engine.groups
+    self._are_models = single_program.are_models(engine.strategy)
     # Whether GroupMetrics evaluates every group. Then `fit` needs no warning.
     self.is_evaluated_by_group = False
     self._logged: set[str] = set()
@@ -84,8 +92,9 @@ class GroupWarnings:
 
     The smallest variable is compared first, and usually differs.
     """
+    text = _EQUAL_MODELS if self._are_models else _COLLAPSED
     if (
-      _COLLAPSED in self._logged
+      text in self._logged
       or self._groups.num_groups == 1
       or not self._is_one_process
       or not self._inner.is_built
@@ -97,8 +106,8 @@ class GroupWarnings:
       self._inner.whole.trainable_variables,
       key=lambda v: tf.TensorShape(v.shape).num_elements() or 0,
     )
-    if variables and self._are_equal(variables):
-      self._log_once(_COLLAPSED)
+    if variables and self._are_equal(variables, is_alarm=True):
+      self._log_once(text)
 
   def before_build(self, variables: Iterable[Variable]) -> None:
     """Remembers the groups that train variables; checks the members' values.
@@ -179,17 +188,24 @@ class GroupWarnings:
 
   def before_evaluating(self) -> None:
     # Keras evaluates each model on all rows.
-    if not single_program.are_models(self._engine.strategy):
+    if not self._are_models:
       self._log_once(_MIXED_EVALUATION)
 
-  def _are_equal(self, variables: Iterable[Variable]) -> bool:
-    """Returns whether all groups are in this process and have equal values."""
+  def _are_equal(
+    self, variables: Iterable[Variable], is_alarm: bool = False
+  ) -> bool:
+    """Returns whether all groups are in this process and have equal values.
+
+    For an alarm, weights that are NaN in all groups do not count as equal.
+    """
     if not self._is_one_process or not replicas_lib.is_between_steps():
       return False
     copies = replicas_lib.Copies(self._engine.strategy)
     for variable in variables:
       values = copies.here(variable)
       if not replicas_lib.are_alike(values[m[0]] for m in self._groups):
+        return False
+      if is_alarm and np.isnan(values[0]).any():
         return False
     return True
 

@@ -8,6 +8,7 @@ So `compile` of Keras' models is extended: if a model is compiled with
 a CrossShardOptimizer, each loss that is undivided is multiplied by a number.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import parts, single_program
 from tf_cross_shard._src.core.inner import names as names_lib
 
 # Marks the extended method.
@@ -109,7 +110,8 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
         f" is of {package}. Use the class for this Keras: from"
         f" tf_cross_shard.{home} import {type(optimizer).__name__}"
       )
-    keras_compile(self, *args, **kwargs)
+    with _scope_of(self):
+      keras_compile(self, *args, **kwargs)
     step = _step_of(self)
     if step is None or step.engine.strategy.num_replicas_in_sync == 1:
       return
@@ -127,6 +129,18 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
 
   setattr(compile_model, _MARK, True)
   return compile_model
+
+
+def _scope_of(model: Any) -> contextlib.AbstractContextManager[Any]:
+  """Returns the scope in which a model's metrics must be created.
+
+  One copy of a metric would add up the numbers of all models.
+  """
+  strategy = getattr(model, "distribute_strategy", None)
+  is_inside = strategy is None or tf.distribute.get_strategy() is strategy
+  if is_inside or not single_program.is_vectorized(strategy):
+    return contextlib.nullcontext()
+  return strategy.scope()
 
 
 def _step_of(model: Any) -> Any:
