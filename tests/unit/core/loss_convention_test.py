@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard import groups as groups_lib
 from tf_cross_shard._src.core import loss_convention
 from tf_cross_shard._src.core import settings as settings_lib
 
@@ -25,8 +24,7 @@ def _convention(
     loss_averaged_over=averaged_over,
     scale_gradients=scale_gradients,
   )
-  groups = groups_lib.contiguous(replicas, group_size)
-  return loss_convention.LossConvention(settings, groups)
+  return loss_convention.LossConvention(settings, replicas, group_size)
 
 
 @pytest.mark.parametrize(

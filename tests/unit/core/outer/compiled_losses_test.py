@@ -251,7 +251,7 @@ def test_what_is_logged(
     model = _single(library, optimizer, loss[kind])
   model.fit(X[:ROWS], Y[:ROWS], batch_size=ROWS, verbose=0)
   # Retracing, and what Keras would evaluate, are warned about, too.
-  others = ("Consider", "evaluate()")
+  others = ("Consider", "retracing", "evaluate()")
   lines = [x for x in log.messages if not any(word in x for word in others)]
   if not words:
     assert lines == []

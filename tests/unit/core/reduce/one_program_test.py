@@ -10,8 +10,8 @@ from tensorflow.python.ops import summary_ops_v2
 from tensorflow.python.tpu import tpu_system_metadata
 
 from tests.support import testbed, tpu_tasks
-from tf_cross_shard import CrossShardOptimizer, groups
-from tf_cross_shard._src.core import reduce
+from tf_cross_shard import CrossShardOptimizer, VectorizedStrategy, groups
+from tf_cross_shard._src.core import reduce, single_program
 from tf_cross_shard._src.core.reduce import one_program
 
 _HOST_DEVICES = 8
@@ -224,20 +224,18 @@ def test_dtypes() -> None:
 
 
 def test_dtypes_that_tpus_do_not_sum() -> None:
-  engine = one_program.OneProgram(testbed.virtual(2), groups.contiguous(2, 2))
+  engine = reduce.for_strategy(testbed.virtual(2))
   with pytest.raises(
     TypeError, match=r"VirtualTPUStrategy sums only bfloat16, .* int64\."
   ):
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
 
 
-def test_rows_are_gathered_if_the_strategy_does(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
-  strategy = testbed.virtual(4)
-  engine = one_program.OneProgram(strategy, groups.Groups([[0, 2], [1, 3]]))
-  assert not engine.supports_sparse
-  monkeypatch.setattr(strategy.extended, "stacks_replicas", True, raising=False)
+def test_rows_are_gathered_by_vectorized_replicas() -> None:
+  pairs = groups.Groups([[0, 2], [1, 3]])
+  assert not reduce.for_strategy(testbed.virtual(4), pairs).supports_sparse
+  strategy = VectorizedStrategy(4, split_batches=True)
+  engine = reduce.for_strategy(strategy, pairs)
   assert engine.supports_sparse
 
   @tf.function(autograph=False)
@@ -253,7 +251,17 @@ def test_rows_are_gathered_if_the_strategy_does(
     assert rows == [[first], [first], [4 * first], [4 * first]]
 
 
-def test_which_strategies_are_one_program() -> None:
-  assert one_program.runs_one_program(testbed.virtual(2))
-  assert not one_program.runs_one_program(testbed.mirrored())
-  assert not one_program.runs_one_program(tf.distribute.get_strategy())
+def test_what_a_strategy_is() -> None:
+  """One program, models, vectorized, and the number of copies."""
+  for strategy, is_one, are_models, is_vectorized, copies in (
+    (testbed.virtual(2), True, False, False, 2),
+    (VectorizedStrategy(3), True, True, True, 3),
+    (VectorizedStrategy(3, split_batches=True), True, False, True, 3),
+    (testbed.mirrored(), False, False, False, testbed.REPLICAS),
+    (tf.distribute.get_strategy(), False, False, False, 1),
+  ):
+    program = single_program.of_strategy(strategy)
+    assert (program is not None) == is_one
+    assert single_program.are_models(strategy) == are_models
+    assert single_program.is_vectorized(strategy) == is_vectorized
+    assert single_program.num_copies(strategy) == copies
