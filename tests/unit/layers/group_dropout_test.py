@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import callbacks, replica_state, trials
+from tf_cross_shard import replica_state
 
 PAIRS = [[0, 1], [2, 3]]
 RATES = [0.25, 0.75]
@@ -58,41 +58,6 @@ def test_inputs_keep_their_dtype(which: str, dtype: str) -> None:
   assert 0.4 < np.mean(out[3] == 0) < 0.6
 
 
-class _Rates(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Notes the rates of a layer, and the shares that it drops, by epoch."""
-
-  def __init__(self, layer: Any) -> None:
-    super().__init__()
-    self._layer = layer
-    self.rates: list[list[float]] = []
-    self.shares: list[list[float]] = []
-
-  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    self.rates.append(list(self._layer.rates))
-    outputs = _call(self._layer)
-    self.shares.append([float(np.mean(out == 0)) for out in outputs])
-
-
-def test_rates_of_trials(tmp_path: pathlib.Path) -> None:
-  """In each wave of trials, the layer has the rates of these trials."""
-  rates = [*RATES, 0.5, 0.0]
-  with testbed.mirrored().scope():
-    table = trials.Table([{"dropout": rate} for rate in rates], PAIRS)
-  model, _ = _model("keras", table.values("dropout"))
-  halving = callbacks.Halving(table, tmp_path, epochs=4, factor=4)
-  seen = _Rates(model.layers[0])
-  metrics = callbacks.GroupMetrics((X, X[:, :1]), ensemble=False)
-  used = [metrics, seen, halving]
-  testbed.fit(
-    *(model, tf.data.Dataset.from_tensors((X, X[:, :1]))),
-    *(halving.total_epochs,),
-    callbacks=used,
-  )
-  assert seen.rates[:2] == [rates[:2], rates[2:]]
-  for shares, right in zip(seen.shares, seen.rates, strict=True):
-    assert shares == pytest.approx(np.repeat(right, 2), abs=0.03)
-
-
 def _model(which: str, rates: Any = RATES) -> tuple[Any, Any]:
   library, package = training.KERASES[which]
   with testbed.mirrored().scope():
@@ -129,8 +94,8 @@ def test_a_restored_model_draws_the_numbers_that_would_have_come(
 def test_files_load(which: str, tmp_path: pathlib.Path) -> None:
   library, package = training.KERASES[which]
   with testbed.mirrored().scope():
-    table = trials.Table([{"dropout": rate} for rate in RATES], PAIRS)
-  model, _ = _model(which, table.values("dropout"))
+    rates = tf.Variable(RATES)
+  model, _ = _model(which, rates)
   model.save(tmp_path / "model.keras")
   loaded = library.models.load_model(tmp_path / "model.keras", compile=False)
   assert type(loaded.layers[0]) is package.GroupDropout

@@ -109,7 +109,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
     acts_on_batches: Whether the callback acts when a batch ends.
     follows_groups: Whether the callback assumes that each group trains the same
       trial until `fit` ends.
-    compares_trials: Whether the callback chooses between trials.
     is_skipping_batches: Whether `fit` reads batches again that were trained on
       before it was interrupted. `BackupAndRestore` sets it. A callback that
       changes the model must do nothing while it is True.
@@ -118,7 +117,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
   prefix = ""
   acts_on_batches = False
   follows_groups = False
-  compares_trials = False
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 
@@ -187,10 +185,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
       return [f"group_{i}" for i in range(groups.num_groups)]
     # What follows the last slash in the name of a metric is the key.
     return [name.replace("/", "_") for name in names]
-
-  def names_of_trials(self) -> list[str]:
-    """Returns what each group trains; empty if groups train no trials."""
-    return []
 
   def state_of_groups(
     self, with_optimizer: bool = False

@@ -178,10 +178,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds the metrics to the logs for later callbacks."""
-    # Read the names now: Halving may begin other trials when the epoch ends.
     self._names = group_callback.group_names(self.model.optimizer)
-    for callback in self.same_fit():
-      self._names = callback.names_of_trials() or self._names
     if logs is not None:
       logs.update(self._losses or self._training_losses())
     if epoch and (epoch + 1) % self.every:
@@ -253,7 +250,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if new:
       logging.warning(
         "These groups diverged: %s, in epoch %d. GroupEarlyStopping,"
-        " GroupCheckpoint and Halving count a diverged group as the worst.",
+        " GroupCheckpoint count a diverged group as the worst.",
         ", ".join(f"{name} ({self.prefix}loss {new[name]})" for name in new),
         epoch,
       )

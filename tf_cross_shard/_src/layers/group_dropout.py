@@ -54,7 +54,7 @@ class GroupDropoutBase(abc.ABC):
 
     Args:
       rates: One number for each group, from 0 to less than 1: a list, an array,
-        or a variable. For the trials of a table, pass `table.values(name)`.
+        or a variable.
       group_assignment: The groups of the optimizer: a `Groups` or a
         `group_assignment`.
       seed: The seed of the random numbers. None draws a seed.
