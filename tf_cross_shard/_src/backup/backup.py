@@ -180,8 +180,14 @@ class BackupAndRestore(group_callback.GroupCallback):
     rates = names_lib.rate_variables(optimizer)
     copies = self.state_of_groups().copies
     replicas = range(copies.engine.num_replicas)
+    # The rates of a PerGroup are one variable.
     self._rates = [
-      sorted(set(map(float, copies.read(rate, replicas)))) for rate in rates
+      np.unique(
+        np.concatenate(list(map(np.ravel, copies.read(rate, replicas))))
+      )
+      .astype(float)
+      .tolist()
+      for rate in rates
     ]
     if path is not None:
       of_program = [copies.here(rate) for rate in rates]

@@ -36,18 +36,22 @@ Mode: TypeAlias = Literal["auto", "min", "max"]
 def group_names(optimizer: Any) -> list[str]:
   """Returns a name for each group.
 
-  The names are those of the `Groups`; else what the groups differ in, such as
-  `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and so on.
+  The names are those of the `Groups`; else what the groups differ in when the
+  program begins, such as `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and
+  so on.
   """
   groups = names_lib.groups_of(optimizer, None)
   names = getattr(groups, "names", None)
   if names is None:
-    rates = getattr(per_group_lib.rates_of(optimizer), "rates", [])
-    parts = [[f"lr={rate:g}" for rate in rates if not callable(rate)]]
-    for name, numbers in (
-      getattr(optimizer, "group_settings", None) or {}
-    ).items():
-      parts.append([f"{name}={number:g}" for number in numbers])
+    rates = per_group_lib.rates_of(optimizer)
+    is_numbers = rates is not None and not any(map(callable, rates.rates))
+    settings = {"lr": rates.numbers} if rates is not None and is_numbers else {}
+    for step in names_lib.steps_of(optimizer):
+      settings |= step.group_settings.numbers
+    parts = [
+      [f"{name}={number:g}" for number in numbers.initial]
+      for name, numbers in settings.items()
+    ]
     names = [", ".join(own) for own in zip(*filter(None, parts), strict=False)]
   if len(set(names)) < groups.num_groups:
     names = [f"group_{i}" for i in range(groups.num_groups)]

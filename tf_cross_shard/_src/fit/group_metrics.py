@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import group_numbers
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
@@ -219,7 +219,7 @@ class GroupMetrics(group_callback.GroupCallback):
     metrics: dict[str, float] = {}
     with (
       variables_lib.outside_of_strategies(),
-      per_group_lib.as_group(self._group),
+      group_numbers.as_group(self._group),
     ):
       results = self._program(self._plain)()
       for i, key in enumerate(self.keys):
@@ -295,7 +295,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
     self._programs = {}
     self._state = self.state_of_groups()
-    with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
+    with variables_lib.outside_of_strategies(), group_numbers.as_group(0):
       # The group whose weights the twin has. It is a variable so that the
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
@@ -367,7 +367,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if workers is None or workers.index == 0:
       with (
         variables_lib.outside_of_strategies(),
-        per_group_lib.as_group(self._group),
+        group_numbers.as_group(self._group),
       ):
         program = self._program(model)
         if program is None:
@@ -433,7 +433,7 @@ def _mean_of(members: list[Any], groups: int | None = None) -> Any:
         return tf.nest.map_structure(self.over_groups, output)
       outputs = []
       for i, member in enumerate(self.members):
-        with per_group_lib.as_group(i):
+        with group_numbers.as_group(i):
           outputs.append(member(inputs, training=False))
       return tf.nest.map_structure(
         lambda *own: tf.add_n(own) / len(own), *outputs
@@ -445,7 +445,7 @@ def _mean_of(members: list[Any], groups: int | None = None) -> Any:
         return list(map(self.over_groups, self.members[0].losses))
       losses = []
       for i, member in enumerate(self.members):
-        with per_group_lib.as_group(i):
+        with group_numbers.as_group(i):
           losses += [loss / len(members) for loss in member.losses]
       return losses
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import per_group as per_group_lib
-from tf_cross_shard._src.core import settings, validation
+from tf_cross_shard._src.core import group_numbers, settings, validation
 
 
 # `layers.GroupDropout` of each Keras derives from this class and then from the
@@ -103,7 +102,7 @@ class GroupDropoutBase(abc.ABC):
     """Returns the inputs, in training with elements that are set to 0."""
     if not training:
       return inputs
-    rate = per_group_lib.per_group(self._read_rates(), self._groups)
+    rate = group_numbers.per_group(self._read_rates(), self._groups)
     rate = tf.cast(rate, inputs.dtype)
     return tf.nn.experimental.stateless_dropout(inputs, rate, self._next_seed())
 
