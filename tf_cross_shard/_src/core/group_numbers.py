@@ -200,6 +200,11 @@ def per_group(values: Any, groups: Any = None) -> tf.Tensor:
       replicas of the strategy; or if `groups` is None and nothing tells the
       groups.
   """
+  return row_of_group(values, groups, "values")
+
+
+def row_of_group(values: Any, groups: Any, argument: str) -> tf.Tensor:
+  """Does what `per_group` does; errors name the caller's `argument`."""
   rows = tf.convert_to_tensor(values)
   group = _my_group.get()
   is_replica = group is None and isolation.current_replica() is not None
@@ -207,7 +212,7 @@ def per_group(values: Any, groups: Any = None) -> tf.Tensor:
   if groups is not None:
     if not rows.shape[:1].is_compatible_with([groups.num_groups]):
       raise ValueError(
-        "`values` must contain one row for each of the"
+        f"`{argument}` must contain one row for each of the"
         f" {groups.num_groups} groups {groups.to_lists()}; got shape"
         f" {rows.shape}."
       )
@@ -305,3 +310,62 @@ class GroupNumbers(tf.__internal__.tracking.Trackable):
     self._numbers = tuple(map(float, numbers))
     for variable in self._variables.values():
       variable.assign(self._numbers)
+
+
+class GroupValue:
+  """The number of the calling replica's group, where it is read.
+
+  It stands for a number in layers and losses: TensorFlow and Keras convert it
+  to a scalar tensor, float32 unless they ask for another dtype. Outside
+  replicas, it is the number of group 0, or of the group that `as_group` sets.
+
+  Attributes:
+    name: Its name.
+    numbers: The numbers of all groups; None until the groups are known.
+  """
+
+  def __init__(self, name: str) -> None:
+    self.name = name
+    self.numbers: GroupNumbers | None = None
+
+  def __repr__(self) -> str:
+    numbers = None if self.numbers is None else self.numbers.read()
+    return f"<value of {self.name!r} by group: {numbers}>"
+
+  def create(self, num_groups: int, strategy: tf.distribute.Strategy) -> None:
+    """Creates the numbers, which are 0, and their variable."""
+    if self.numbers is None:
+      self.numbers = GroupNumbers(f"values/{self.name}", [0.0] * num_groups)
+    self.numbers.create(strategy)
+
+  def __neg__(self) -> tf.Tensor:
+    return -tf.convert_to_tensor(self)
+
+  def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+    dtype = dtype or tf.float32
+    strategy = tf.distribute.get_strategy()
+    if self.numbers is None:
+      groups = groups_of_strategy(strategy)
+      if groups is None or isolation.current_replica() is None:
+        return tf.zeros([], dtype, name=name)
+      self.create(groups.num_groups, strategy)
+    assert self.numbers is not None
+    rows, group = self.numbers.rows(), _my_group.get()
+    groups = None if group is not None else groups_of_strategy(strategy)
+    if groups is not None and groups.num_groups == len(self.numbers):
+      group = group_here(groups)
+    row = tf.gather(rows, 0 if group is None else group)
+    return tf.cast(row, dtype, name=name)
+
+
+def _operator(name: str) -> Any:
+  def operate(value: GroupValue, *others: Any) -> Any:
+    dtypes = [other.dtype for other in others if tf.is_tensor(other)]
+    return getattr(tf.convert_to_tensor(value, *dtypes), name)(*others)
+
+  return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+  setattr(GroupValue, f"__{_name}__", _operator(f"__{_name}__"))
+  setattr(GroupValue, f"__r{_name}__", _operator(f"__r{_name}__"))
