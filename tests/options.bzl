@@ -41,6 +41,5 @@ SLOW = [
     "unit/replica_state/group_models_loaded_test.py",
     "unit/replica_state/group_models_test.py",
     "unit/replica_state/paths_test.py",
-    "unit/search/halving_test.py",
     "unit/virtual_tpu/strategy_test.py",
 ]

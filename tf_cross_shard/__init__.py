@@ -32,7 +32,6 @@ from tf_cross_shard import (
   migration,
   replica_state,
   schedules,
-  trials,
 )
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
@@ -74,7 +73,6 @@ __all__ = [
   "replica_state",
   "replicate_model_fn",
   "schedules",
-  "trials",
   "__version__",
 ]
 # Modules that many programs do not need. They are imported on first use.

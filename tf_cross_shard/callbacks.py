@@ -9,7 +9,6 @@ every group as a separate model.
 - `GroupReduceLROnPlateau`: lowers each group's own learning rate
 - `GroupCheckpoint`: keeps each group's best weights in one file
 - `GroupTensorBoard`: writes one TensorBoard run for each group
-- `Halving`: hyperparameter search by successive halving
 - `OuterOptimizer`: synchronizes the groups every few steps (DiLoCo)
 - `BackupAndRestore`: resumes `fit` after a crash
 
@@ -57,7 +56,6 @@ from tf_cross_shard._src.fit.group_metrics import GroupMetrics
 from tf_cross_shard._src.fit.group_reduce_lr import GroupReduceLROnPlateau
 from tf_cross_shard._src.fit.group_tensorboard import GroupTensorBoard
 from tf_cross_shard._src.islands.outer_optimizer import OuterOptimizer
-from tf_cross_shard._src.search.halving import Halving
 
 __all__ = [
   "BackupAndRestore",
@@ -66,7 +64,6 @@ __all__ = [
   "GroupMetrics",
   "GroupReduceLROnPlateau",
   "GroupTensorBoard",
-  "Halving",
   "OuterOptimizer",
 ]
 __dir__ = _catalogue.publish(globals())

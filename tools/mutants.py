@@ -119,10 +119,6 @@ MUTANTS = [
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
   Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_optimizer.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "is_due = before // self._every < now // self._every", "is_due = steps_before // self._every < steps // self._every", "unit/islands/outer_optimizer"),
-  # Trials.
-  Mutant("successive halving keeps the worst trials", "_src/search/halving.py", "best = best[: self._rungs", "best = best[::-1][: self._rungs", "unit/search/halving"),
-  Mutant("all trials resume from the first trial's state", "_src/search/halving.py", "self._state_path(n, rung - 1) for n in", "self._state_path(0, rung - 1) for n in", "unit/search/halving"),
-  Mutant("a wave of trials keeps the previous wave's settings", "_src/search/halving.py", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))\n    self._apply_settings()", "    trial_files.restore(paths, self.state_of_groups(with_optimizer=True))", "unit/search/halving"),
   Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/by_variable"),
   Mutant("elements that several members update are joined twice", "_src/core/reduce/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/by_variable"),
   Mutant("embedding tables are sharded", "_src/core/update/sharded.py", "if self.tables.is_table(variable):", "if False:", "unit/core/update/rows"),

@@ -28,7 +28,6 @@ class Program(NamedTuple):
   options: dict[str, Any]
   backup: dict[str, Any]
   patience: int = 9  # With 0, each group stops in another epoch.
-  is_search: bool = False
   has_table: bool = False
   has_limits: bool = False  # Whether each group has its own `clipnorm`.
   vectorized: bool = True  # On one worker; else replicas are logical devices.
@@ -51,7 +50,6 @@ PROGRAMS = {
     {"every": 6, "every_seconds": 0.2},
   ),
   "early_stopping": Program({}, {"every": 13}, patience=0),
-  "halving": Program({}, {"every": 9}, is_search=True),  # On one worker.
 }
 
 
@@ -65,7 +63,7 @@ def train(
 ) -> None:
   """Trains one worker, in a process that was forked for it.
 
-  Logs and the final state go to `folder`; backups, best weights and trials to
+  Logs and the final state go to `folder`; backups and best weights to
   the path or URL `storage`; stdout and stderr to `output`.
   """
   forking.prepare(output, environment)
@@ -74,7 +72,7 @@ def train(
   import tensorflow as tf
 
   import tf_cross_shard as tcs
-  from tf_cross_shard import callbacks, multi_worker, trials
+  from tf_cross_shard import callbacks, multi_worker
 
   if storage.startswith("gs://"):
     _make_bucket(folder)
@@ -101,16 +99,10 @@ def train(
   y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   with strategy.scope():
     model = make_model(program, groups)
-    rates = [{"learning_rate": 0.1 / 2**i} for i in range(4)]
-    table = trials.Table(rates, groups)
-  epochs = EPOCHS
   stop = callbacks.GroupEarlyStopping(patience=program.patience)
   best = callbacks.GroupCheckpoint(f"{storage}/best.npz")
   reduce = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
   used: list[Any] = [reduce, stop, best]
-  if program.is_search:
-    search = callbacks.Halving(table, f"{storage}/trials", epochs=2, factor=2)
-    epochs, used = search.total_epochs, [search]
   backup = callbacks.BackupAndRestore(
     f"{storage}/backup",
     # The process may be killed after `fit` and before the final state is saved.
@@ -137,7 +129,7 @@ def train(
   )
   model.fit(
     tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(sharding),
-    epochs=epochs,
+    epochs=EPOCHS,
     verbose=0,
     callbacks=[
       *(callbacks.GroupMetrics((x[:8], -y[:8])), *used, Log()),
@@ -147,7 +139,7 @@ def train(
   # The file holds all groups; the log holds the best values of callbacks.
   tcs.replica_state.save(folder / "end.npz", model.optimizer, model)
   found = [stop.best, stop.best_epoch, best.best]
-  note("end", *([str(table)] if program.is_search else found))
+  note("end", *found)
 
 
 def make_model(program: Program, groups: list[list[int]]) -> Any:
@@ -171,10 +163,8 @@ def make_model(program: Program, groups: list[list[int]]) -> Any:
   if program.has_limits:
     limits = [1.0 + i % 2 for i in range(len(groups))]
     options["group_settings"] = {"clipnorm": limits}
-  # A search sets the learning rates itself.
   rates = [0.03 / (1 + i) for i in range(len(groups))]
-  rate = 0.01 if program.is_search else schedules.PerGroup(rates)
-  adam = tf.keras.optimizers.Adam(rate)
+  adam = tf.keras.optimizers.Adam(schedules.PerGroup(rates))
   model.compile(
     CrossShardOptimizer(adam, group_assignment=groups, **options), "mse"
   )

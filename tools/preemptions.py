@@ -2,7 +2,7 @@
 
     python tools/preemptions.py --kills=20 --seed=1
     python tools/preemptions.py --kills=20 --seed=1 --workers=2
-    python tools/preemptions.py --kills=20 --seed=1 --programs=rows,halving
+    python tools/preemptions.py --kills=20 --seed=1 --programs=rows,shards
     python tools/preemptions.py --kills=20 --seed=1 --faults
 
 Each `fit` is of a random program of `preemption_programs.py`. The program is
@@ -330,8 +330,6 @@ def main() -> int:
   words = "let the storage fail as well"
   parser.add_argument("--faults", action="store_true", help=words)
   given = parser.parse_args()
-  if given.workers > 1:
-    given.programs = [name for name in given.programs if name != "halving"]
   home = pathlib.Path(tempfile.mkdtemp(prefix="preemptions"))
   results = Results(given, home)
   try:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
-import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tests.support import programs
@@ -101,30 +100,6 @@ def test_digits_trains_one_model_and_many(data_dir: Path) -> None:
   content = (data_dir / "digits.png").read_bytes()
   assert content.startswith(PNG_START)
   assert len(content) > 10_000
-
-
-def test_trials_continue_with_the_best(data_dir: Path) -> None:
-  flags = ["--epochs=4", f"--folder={data_dir}/trials"]
-  output = run_example("trials_of_digits.py", data_dir, *flags)
-  rows = [row.split() for row in output.splitlines() if "e" not in row]
-  assert sorted(row[4] for row in rows) == [*["1"] * 8, *["2"] * 4, *["4"] * 4]
-  assert float(rows[0][5]) >= 0.9, output
-  assert {row[1] for row in rows[:4]} <= {"0.01", "0.003"}, output
-  winner = tf.keras.models.load_model(
-    data_dir / "trials/winner.keras", compile=False
-  )
-  assert winner.count_params() == 29_066
-  table = (data_dir / "trials/table.csv").read_text().splitlines()
-  assert len(table) == 17
-  assert len(list((data_dir / "trials/board").iterdir())) == 16
-
-
-def test_optuna_is_told_what_groups_came_to(data_dir: Path) -> None:
-  flags = ["--rounds=2", "--epochs=1"]
-  output = run_example("optuna_trials.py", data_dir, *flags)
-  found = re.findall(r"Round (\d): ([\d.]+)% with {'learning_rate'", output)
-  assert [number for number, _ in found] == ["1", "2"]
-  assert 60 <= float(found[0][1]) <= float(found[1][1]), output
 
 
 def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:

@@ -267,33 +267,6 @@ def test_callbacks_for_groups(
           np.testing.assert_array_equal(mine, value)
 
 
-@_of("halving")
-def test_trials_move_between_workers(
-  launches: Launches, launch: str, key: cases.Key
-) -> None:
-  held = _held(launches, launch, key)
-  first, second = _groups(len(held), key[1])
-  for here, there in ((first, second), (second, first)):
-    # Trial 1 was the second group's in epoch 0, trial 2 the first's in epoch 1.
-    before = 0 if here is first else 1
-    for replica, other in zip(here, there, strict=True):
-      found = held[replica]
-      assert found["rows"] == held[0]["rows"]
-      for begun, value, moved, left in zip(
-        *found["begins"], held[other]["ends"][before], strict=True
-      ):
-        np.testing.assert_array_equal(begun, value)
-        np.testing.assert_array_equal(moved, left)
-        assert np.any(moved != begun)
-  rows = held[0]["rows"]
-  assert [row["trial"] for row in rows] == [1, 2, 0, 3]
-  assert [row["epochs"] for row in rows] == [2, 2, 1, 1]
-  for value, right in zip(
-    held[0]["best"], held[first[0]]["ends"][2], strict=True
-  ):
-    np.testing.assert_array_equal(value, right)
-
-
 # ------------------------------------------- mixed precision and loss scaling
 
 

@@ -21,7 +21,6 @@ from tf_cross_shard import (
   callbacks,
   multi_worker,
   replica_state,
-  trials,
 )
 from tf_cross_shard._src.core.reduce import multi_worker as engines
 
@@ -462,53 +461,6 @@ def group_callbacks(
   }
 
 
-# The metric of each group: of trials 0 and 1, of trials 2 and 3, and of the
-# best half, which is trials 1 and 2.
-KNOWN_TRIALS = ([3.0, 1.0, 0.0], [2.0, 4.0, 0.0])
-
-
-class _Begins(tf.keras.callbacks.Callback):
-  def __init__(self) -> None:
-    super().__init__()
-    self.weights: list[list[np.ndarray]] = []
-
-  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    self.weights.append(own(self.model.trainable_variables))
-
-
-def halving(grouping: str, strategy: tf.distribute.Strategy) -> dict[str, Any]:
-  """Trains four trials in two groups.
-
-  Each of the best two trials continues in a different group than before.
-  """
-  replicas = strategy.num_replicas_in_sync
-  groups = GROUPINGS[replicas][grouping]
-  with strategy.scope():
-    model = testbed.network()
-    rates = [{"learning_rate": rate} for rate in (0.5, 0.25, 0.125, 0.0625)]
-    table = trials.Table(rates, groups)
-    sgd = tf.keras.optimizers.SGD(1.0)
-    model.compile(CrossShardOptimizer(sgd, group_assignment=groups), "mse")
-  folder = _shared_folder(strategy, "halving")
-  known, begins = _Known(KNOWN_TRIALS), _Begins()
-  x, y = fit_data(replicas)
-  search = callbacks.Halving(
-    *(table, folder, "val_known"), epochs=2, factor=2, mode="min"
-  )
-  model.fit(
-    batches(x, y),
-    epochs=search.total_epochs,
-    verbose=0,
-    callbacks=[callbacks.GroupMetrics(batches(x, y)), known, search, begins],
-  )
-  return {
-    "rows": table.rows(),
-    "begins": begins.weights,
-    "ends": known.weights,
-    "best": search.best_model().get_weights(),
-  }
-
-
 # ------------------------------------------------------------------ all cases
 
 # Function, its arguments and options. Each pair of settings occurs once.
@@ -535,7 +487,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (islands, "crossed", {}),
     (islands, "singletons", {}),
     (group_callbacks, "crossed", {}),
-    (halving, "crossed", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.
   "tensorflow-2": [

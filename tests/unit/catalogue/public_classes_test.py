@@ -1,7 +1,6 @@
 """The public classes: help, signature, repr and names for completion."""
 
 import ast
-import collections.abc
 import inspect
 import pathlib
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 import tf_cross_shard
 from tests.support import training
-from tf_cross_shard import CrossShardOptimizer, TowerOptimizer, trials
+from tf_cross_shard import CrossShardOptimizer, TowerOptimizer
 
 KERAS = [
   pytest.param(package, library, id=name)
@@ -100,15 +99,6 @@ def test_modules_complete_public_names_only() -> None:
     }
     shown = {name for name in imported if not name.startswith("_")}
     assert shown <= public, file.name
-
-
-def test_tables_complete_public_names_only() -> None:
-  table = trials.Table([{"rate": 1.0}], [[0]])
-  names = {name for name in dir(table) if not name.startswith("_")}
-  assert names - set(dir(collections.abc.Sequence)) == {
-    *("best", "groups", "monitor", "names", "ranking"),
-    *("rows", "to_csv", "value", "values"),
-  }
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)

@@ -1,6 +1,7 @@
 """Settings that differ between groups, against plain Keras with each value."""
 
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,58 @@ def test_each_group_trains_with_its_own_setting(
 
   _check(held, expected)
   assert np.abs(held[0][0] - held[1][0]).max() > 1e-3
+
+
+@training.in_both
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_assigned_numbers_are_those_of_the_next_step(
+  which: str, vectorized: bool, tmp_path: pathlib.Path
+) -> None:
+  """To and from 0, too; the step is traced once."""
+  strategy = VectorizedStrategy(4) if vectorized else testbed.mirrored()
+  before = {"momentum": [0.5, 0.0], "clipvalue": [0.0, 2.0]}
+  after = {"momentum": [0.0, 0.75], "clipvalue": [1.0, 0.0]}
+
+  def make() -> Any:
+    return training.build(
+      which,
+      lambda library: library.optimizers.SGD(0.5, momentum=0.5),
+      {"weight": 0.0},
+      strategy,
+      group_assignment=GROUPS,
+      group_settings=before,
+    )
+
+  [weight], optimizer = make()
+  traces = []
+
+  @tf.function
+  def step() -> None:
+    traces.append(1)
+
+    def replica_step() -> None:
+      optimizer.apply_gradients([(tf.constant(4.0), weight)])
+
+    strategy.run(replica_step)
+
+  step()
+  step()
+  count = len(traces)
+  optimizer.group_settings = after
+  step()
+  assert len(traces) == count
+  found = [testbed.copies(weight)[members[0]] for members in GROUPS]
+  # v = m * v - 0.5 * 2 * clip(4), w += v, for two steps and then one.
+  assert found == [-4.0 - 6.0 - 1.0, -2.0 - 2.0 - (1.5 + 4.0)]
+  assert optimizer.group_settings == after
+  assert optimizer.get_config()["group_settings"] == after
+  replica_state.save(tmp_path / "state", optimizer, [weight])
+  [weight], other = make()
+  replica_state.restore(tmp_path / "state", other, [weight])
+  assert other.group_settings == after
+  with pytest.raises(ValueError, match="a number for each of the 2 groups"):
+    optimizer.group_settings = {"momentum": [0.5]}
+  assert optimizer.group_settings == after
 
 
 @training.in_both

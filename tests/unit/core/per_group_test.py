@@ -19,7 +19,12 @@ import tf_keras
 import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
 from tests.support import testbed, training
-from tf_cross_shard import per_group, replica_state, schedules
+from tf_cross_shard import (
+  VectorizedStrategy,
+  per_group,
+  replica_state,
+  schedules,
+)
 
 STRIDED = [[0, 2], [1, 3]]
 RATES = [0.125, 0.25]
@@ -288,7 +293,143 @@ class TestBinding:
     assert groups(0).dtype == tf.float32
 
 
+class TestAssign:
+  @pytest.mark.parametrize(
+    ("engine", "library"),
+    [("mirrored", keras), ("virtual", tf_keras), ("virtual", keras)],
+  )
+  def test_the_next_step_has_the_new_rates(
+    self, engine: str, library: Any
+  ) -> None:
+    """From and to 0, too; the step is traced once."""
+    strategy, traces = ENGINES[engine](), []
+    with strategy.scope():
+      weight = testbed.variable(0.0, library=library)
+      rates = _of(library).PerGroup([0.0, 0.5])
+      optimizer = _of(library).CrossShardOptimizer(
+        library.optimizers.SGD(rates), group_assignment=STRIDED
+      )
+      optimizer.build([weight])
+
+    @tf.function
+    def step() -> None:
+      traces.append(1)
+
+      def replica_step() -> None:
+        optimizer.apply_gradients([(tf.constant(0.5), weight)])
+
+      strategy.run(replica_step)
+
+    step()
+    assert testbed.copies(weight) == [0.0, -0.5, 0.0, -0.5]
+    count = len(traces)
+    rates.assign([2.0, 0.0])
+    assert rates.values(step=1) == rates.rates == [2.0, 0.0]
+    step()
+    assert testbed.copies(weight) == [-2.0, -0.5, -2.0, -0.5]
+    assert len(traces) == count
+    assert float(optimizer.learning_rate) == 2.0
+
+  def test_bad_rates_change_nothing(self) -> None:
+    rates = schedules.PerGroup([0.5, 0.25])
+    with pytest.raises(ValueError, match="`rates` must contain 2 numbers"):
+      rates.assign([1.0])
+    with pytest.raises(TypeError, match="`rates` must contain numbers; got '1"):
+      rates.assign(["1", 2.0])
+    assert rates.rates == [0.5, 0.25]
+    with pytest.raises(TypeError, match="a schedule decides them"):
+      schedules.PerGroup([0.5, _decay(tf.keras, 0.25)]).assign([1.0, 2.0])
+
+  def test_files_have_the_present_rates(self, tmp_path: pathlib.Path) -> None:
+    def make() -> tuple[Any, Any]:
+      with testbed.mirrored().scope():
+        model = tf.keras.Sequential([tf.keras.Input((3,))])
+        model.add(tf.keras.layers.Dense(1))
+        rates = schedules.PerGroup(RATES)
+        optimizer = tf_cross_shard.CrossShardOptimizer(
+          tf.keras.optimizers.SGD(rates), group_assignment=STRIDED
+        )
+        model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)
+      return model, rates
+
+    model, rates = make()
+    rates.assign([1.0, 0.1])
+    replica_state.save(tmp_path / "state", model.optimizer, model)
+    tf.train.Checkpoint(optimizer=model.optimizer).write(str(tmp_path / "ckpt"))
+    model.save(tmp_path / "model.keras")
+    again, restored = make()
+    replica_state.restore(tmp_path / "state", again.optimizer, again)
+    assert restored.values(step=0) == [1.0, 0.1]
+    again, restored = make()
+    checkpoint = tf.train.Checkpoint(optimizer=again.optimizer)
+    checkpoint.read(str(tmp_path / "ckpt")).assert_existing_objects_matched()
+    assert restored.values(step=0) == [1.0, 0.1]
+    with testbed.mirrored().scope():
+      loaded = tf.keras.models.load_model(tmp_path / "model.keras")
+    found = testbed.innermost(loaded.optimizer)._learning_rate
+    assert found.values(step=0) == [1.0, 0.1]
+    assert copy.deepcopy(rates).rates == [1.0, 0.1]
+
+
+class TestModels:
+  """Under a VectorizedStrategy, a plain optimizer can have a PerGroup."""
+
+  @pytest.mark.parametrize("library", [keras, tf_keras])
+  def test_plain_optimizer(self, library: Any) -> None:
+    rates = _of(library).PerGroup([0.5, 0.25, _decay(library, 1.0)])
+    strategy = VectorizedStrategy(3, split_batches=False)
+    with strategy.scope():
+      weight = testbed.variable(0.0, library=library)
+      # The replicas of today's strategy add up what a plain optimizer applies.
+      sgd = library.optimizers.SGD(rates)
+      sgd.build([weight])
+    rate = strategy.run(tf.function(lambda: rates(0)))
+    found = strategy.experimental_local_results(rate)
+    assert list(map(float, found)) == [0.5, 0.25, 1.0]
+    assert per_group_values(strategy) == [1, 2, 3]
+
+  def test_another_number_of_rates(self) -> None:
+    rates = schedules.PerGroup([0.5, 0.25])
+    strategy = VectorizedStrategy(3, split_batches=False)
+    with pytest.raises(ValueError, match=r"each of the 3 models .* got 2"):
+      strategy.run(lambda: rates(0))
+
+
+def per_group_values(strategy: Any) -> list[int]:
+  """Returns what replicas get by `per_group` without groups."""
+  found = strategy.run(tf.function(lambda: per_group([1, 2, 3])))
+  return list(map(int, strategy.experimental_local_results(found)))
+
+
 class TestPerGroup:
+  def test_groups_of_the_optimizer(self) -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
+    with pytest.raises(ValueError, match="`groups` is None, but no Cross"):
+      per_group_values(strategy)
+
+    def make(groups: Any) -> Any:
+      with strategy.scope():
+        return tf_cross_shard.CrossShardOptimizer(
+          "sgd", group_assignment=groups
+        )
+
+    first = make([[2], [0], [1]])
+    assert per_group_values(strategy) == [2, 3, 1]
+    with pytest.raises(
+      ValueError, match=r"`groups` is \[\[0\], .* has the groups \[\[2\]"
+    ):
+      strategy.run(lambda: per_group([1, 2, 3], [[0], [1], [2]]))
+    second = make([[0], [1], [2]])
+    with pytest.raises(ValueError, match=r"different groups: .* Pass `groups`"):
+      per_group_values(strategy)
+    found = strategy.run(lambda: per_group([1, 2, 3], second))
+    assert list(map(int, strategy.experimental_local_results(found))) == [
+      *(1, 2, 3),
+    ]
+    del first
+    assert per_group_values(strategy) == [1, 2, 3]
+
   @pytest.mark.parametrize(
     ("engine", "values", "dtype"),
     [
@@ -342,8 +483,10 @@ class TestPerGroup:
       ValueError, match=r"`groups` holds 4 .* no strategy \(1 replica\)"
     ):
       per_group([1, 2], STRIDED)
-    with pytest.raises(ValueError, match="`group_assignment`"):
-      per_group([1, 2], None)
+    with pytest.raises(
+      ValueError, match=r"`groups` is None, but no .* no strategy \(1 replica"
+    ):
+      per_group([1, 2])
 
   def test_outside_of_replicas(self) -> None:
     """The value of group 0, or that of `as_group`."""

@@ -5,16 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tf_cross_shard import callbacks, trials
+from tf_cross_shard import callbacks
 
 X = np.zeros([4, 1], "f")
 
 
 def given(kind: str) -> dict[str, Any]:
   """Returns the required arguments of a callback."""
-  if kind == "Halving":  # A table has variables: not while tests are collected.
-    table = trials.Table([{"a": 1}] * 3, [[0], [1]])
-    return {"table": table, "epochs": 9, "folder": "unused"}
   return {
     "BackupAndRestore": {"backup_dir": "unused"},
     "GroupCheckpoint": {"path": "unused"},
@@ -49,9 +46,6 @@ def given(kind: str) -> dict[str, Any]:
     ("OuterOptimizer", "every", 0, ValueError, "an integer of at least 1"),
     ("OuterOptimizer", "warmup", -1, ValueError, "at least 0; got -1"),
     ("OuterOptimizer", "wire_dtype", "int4", ValueError, "`wire_dtype`"),
-    ("Halving", "table", [{"a": 1}], TypeError, r"must be a trials\.Table"),
-    ("Halving", "epochs", 1, ValueError, "must be at least"),
-    ("Halving", "factor", 1, ValueError, "an integer of at least 2"),
   ],
 )
 def test_invalid_arguments_raise_an_error(

@@ -1,15 +1,13 @@
 """The metrics of groups are printed below the progress bar of Keras."""
 
-import pathlib
 import re
 
 import pytest
-import tensorflow as tf
 
 from tests.support import callback_cases as cases
 from tests.support import testbed
 from tests.support.callback_cases import VALIDATION
-from tf_cross_shard import callbacks, groups, schedules, trials
+from tf_cross_shard import callbacks, groups
 
 
 def _fit(verbose: int) -> dict[str, list[float]]:
@@ -47,27 +45,6 @@ def test_each_metric_has_a_line_with_the_names_of_the_groups(
   own += ["test_loss", "test_mae", "test_weighted"]
   assert sorted(names) == sorted(2 * own)
   assert {f"{name}/high rate" for name in own} <= history.keys()
-
-
-def test_lines_have_the_numbers_of_trials(
-  capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
-) -> None:
-  """Three trials train in two groups, so one group of a wave trains none."""
-  rates = [{"learning_rate": rate} for rate in (0.5, 0.25, 0.125)]
-  table = trials.Table(rates, cases.PAIR)
-  model = cases.with_rates(schedules.PerGroup([1.0, 1.0]), [])
-  ones = tf.ones([2, 1])
-  halving = callbacks.Halving(table, tmp_path, epochs=3, factor=3)
-  model.fit(
-    tf.data.Dataset.from_tensors((ones, ones)),
-    epochs=halving.total_epochs,
-    verbose=2,
-    callbacks=[callbacks.GroupMetrics((ones, ones), ensemble=False), halving],
-  )
-  lines = capsys.readouterr().out.splitlines()
-  names = [re.findall(r"trial \d", x) for x in lines if "val_loss: " in x]
-  assert ["trial 0", "trial 1"] in names
-  assert ["trial 2"] in names
 
 
 @pytest.mark.tf_keras_mode

@@ -3,12 +3,13 @@
 import pathlib
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import callbacks, replica_state, trials
+from tf_cross_shard import VectorizedStrategy, keras3, replica_state
 
 PAIRS = [[0, 1], [2, 3]]
 RATES = [0.25, 0.75]
@@ -58,41 +59,6 @@ def test_inputs_keep_their_dtype(which: str, dtype: str) -> None:
   assert 0.4 < np.mean(out[3] == 0) < 0.6
 
 
-class _Rates(tf.keras.callbacks.Callback):  # type: ignore[misc]
-  """Notes the rates of a layer, and the shares that it drops, by epoch."""
-
-  def __init__(self, layer: Any) -> None:
-    super().__init__()
-    self._layer = layer
-    self.rates: list[list[float]] = []
-    self.shares: list[list[float]] = []
-
-  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    self.rates.append(list(self._layer.rates))
-    outputs = _call(self._layer)
-    self.shares.append([float(np.mean(out == 0)) for out in outputs])
-
-
-def test_rates_of_trials(tmp_path: pathlib.Path) -> None:
-  """In each wave of trials, the layer has the rates of these trials."""
-  rates = [*RATES, 0.5, 0.0]
-  with testbed.mirrored().scope():
-    table = trials.Table([{"dropout": rate} for rate in rates], PAIRS)
-  model, _ = _model("keras", table.values("dropout"))
-  halving = callbacks.Halving(table, tmp_path, epochs=4, factor=4)
-  seen = _Rates(model.layers[0])
-  metrics = callbacks.GroupMetrics((X, X[:, :1]), ensemble=False)
-  used = [metrics, seen, halving]
-  testbed.fit(
-    *(model, tf.data.Dataset.from_tensors((X, X[:, :1]))),
-    *(halving.total_epochs,),
-    callbacks=used,
-  )
-  assert seen.rates[:2] == [rates[:2], rates[2:]]
-  for shares, right in zip(seen.shares, seen.rates, strict=True):
-    assert shares == pytest.approx(np.repeat(right, 2), abs=0.03)
-
-
 def _model(which: str, rates: Any = RATES) -> tuple[Any, Any]:
   library, package = training.KERASES[which]
   with testbed.mirrored().scope():
@@ -129,13 +95,13 @@ def test_a_restored_model_draws_the_numbers_that_would_have_come(
 def test_files_load(which: str, tmp_path: pathlib.Path) -> None:
   library, package = training.KERASES[which]
   with testbed.mirrored().scope():
-    table = trials.Table([{"dropout": rate} for rate in RATES], PAIRS)
-  model, _ = _model(which, table.values("dropout"))
+    rates = tf.Variable(RATES)
+  model, _ = _model(which, rates)
   model.save(tmp_path / "model.keras")
   loaded = library.models.load_model(tmp_path / "model.keras", compile=False)
   assert type(loaded.layers[0]) is package.GroupDropout
   assert loaded.layers[0].rates == RATES
-  assert loaded.layers[0].group_assignment == PAIRS
+  assert loaded.layers[0].groups == PAIRS
 
 
 @training.in_both
@@ -158,6 +124,7 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
     ([0.1, -0.5], ValueError, "at least 0 and less than 1; got"),
     ([0.1, float("nan")], ValueError, "at least 0 and less than 1; got"),
     (["0.1", 0.5], TypeError, "must contain numbers; got"),
+    (0.3, TypeError, r"must be a list .* such as \[0.1, 0.2\]; got 0.3"),
   ],
 )
 @training.in_both
@@ -167,3 +134,46 @@ def test_rates_are_refused(
   _, package = training.KERASES[which]
   with pytest.raises(error, match=message):
     package.GroupDropout(rates, PAIRS)
+
+
+@training.in_both
+def test_groups_of_the_optimizer(which: str) -> None:
+  """The optimizer is created after the layer, and before the first step."""
+  library, package = training.KERASES[which]
+
+  def make(groups: Any) -> Any:
+    with testbed.mirrored().scope():
+      dropout = package.GroupDropout(RATES, groups, seed=1)
+      model = library.Sequential([library.Input((500,)), dropout])
+      model.add(library.layers.Dense(1))
+      optimizer = package.CrossShardOptimizer("sgd", group_assignment=PAIRS)
+      model.compile(optimizer, "mse")
+    return model
+
+  data = tf.data.Dataset.from_tensors((X, X[:, :1]))
+  model = make([[0, 2], [1, 3]])
+  before = model.get_weights()
+  with pytest.raises(ValueError, match=r"`groups` is .* Remove `groups`"):
+    testbed.fit(model, data)
+  np.testing.assert_equal(model.get_weights(), before)
+  model = make(None)
+  testbed.fit(model, data)
+  for out, rate in zip(
+    _call(model.layers[0]), np.repeat(RATES, 2), strict=True
+  ):
+    assert np.mean(out == 0) == pytest.approx(rate, abs=0.03)
+
+
+def test_masks_are_those_of_keras() -> None:
+  rates = [0.25, 0.75]
+  strategy = VectorizedStrategy(2, split_batches=False)
+  with strategy.scope():
+    layer = keras3.GroupDropout(rates, seed=1, noise_shape=(None, 1, 5))
+  x = tf.ones([3, 4, 5])
+  found = strategy.run(tf.function(lambda: layer(x, training=True)))
+  for out, rate in zip(
+    strategy.experimental_local_results(found), rates, strict=True
+  ):
+    plain = keras.layers.Dropout(rate, seed=1, noise_shape=(None, 1, 5))
+    right = plain(x, training=True)
+    np.testing.assert_allclose(out, right, rtol=1e-6)

@@ -12,8 +12,6 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
   replica_state,
-  schedules,
-  trials,
 )
 
 GROUPS = [[0, 1], [2, 3]]
@@ -142,22 +140,6 @@ def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
     file.write(data[: len(data) // 2])
   _fit(model, 1, callbacks.GroupMetrics(_data()), again)
   replica_state.restore(path, optimizer, model)
-
-
-def test_searches_in_a_folder(folder: str) -> None:
-  rates = [0.001, 0.01, 0.1, 1.0]
-  table = trials.Table([{"learning_rate": rate} for rate in rates], GROUPS)
-  model = _model(schedules.PerGroup([0.01, 0.01]))
-  halving = callbacks.Halving(table, folder, epochs=4)
-  metrics = callbacks.GroupMetrics(_data(), ensemble=False)
-  _fit(model, halving.total_epochs, metrics, halving)
-  found = _loss(halving.best_model())
-  np.testing.assert_allclose(found, table.best.best, rtol=1e-5)
-  table.to_csv(f"{folder}/trials.csv")
-  table.to_csv(f"{folder}/trials.csv")
-  with tf.io.gfile.GFile(f"{folder}/trials.csv") as file:
-    assert len(file.read().splitlines()) == 5
-  assert not tf.io.gfile.exists(f"{folder}/states")
 
 
 def test_a_write_that_fails_leaves_the_older_file(

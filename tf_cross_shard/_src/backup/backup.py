@@ -180,8 +180,14 @@ class BackupAndRestore(group_callback.GroupCallback):
     rates = names_lib.rate_variables(optimizer)
     copies = self.state_of_groups().copies
     replicas = range(copies.engine.num_replicas)
+    # The rates of a PerGroup are one variable.
     self._rates = [
-      sorted(set(map(float, copies.read(rate, replicas)))) for rate in rates
+      np.unique(
+        np.concatenate(list(map(np.ravel, copies.read(rate, replicas))))
+      )
+      .astype(float)
+      .tolist()
+      for rate in rates
     ]
     if path is not None:
       of_program = [copies.here(rate) for rate in rates]
@@ -270,20 +276,13 @@ class BackupAndRestore(group_callback.GroupCallback):
     next epoch is shuffled anyway.
     """
     in_epoch = self._every != "epoch" or self._watch.is_needed
-    compares = [type(c).__name__ for c in self.same_fit() if c.compares_trials]
-    is_due = (in_epoch or compares) and self._files.is_first
-    if not is_due or not keras_fit.shuffles_arrays():
+    if not (in_epoch and self._files.is_first and keras_fit.shuffles_arrays()):
       return
-    result = (
-      f"{compares[0]} may choose another trial"
-      if compares
-      else "some examples of the epoch are used twice, and others not at all"
-    )
     logging.warning(
       "BackupAndRestore does not save the order in which `fit` shuffles arrays:"
-      " if this fit is killed and resumed, %s. Pass shuffle=False to fit, or a"
-      " tf.data.Dataset with a fixed order.",
-      result,
+      " if this fit is killed and resumed, some examples of the epoch are used"
+      " twice, and others not at all. Pass shuffle=False to fit, or a"
+      " tf.data.Dataset with a fixed order."
     )
 
   def _end_batch(self, batch: int, logs: Any = None) -> None:

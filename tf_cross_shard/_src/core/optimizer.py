@@ -177,7 +177,9 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         `"beta_1"`, ...) or of the clipping limits above. If a setting
         is nonzero in any group, create `opt` with a nonzero value for this
         setting (that of any such group), because Keras uses it to decide which
-        slots to create. For learning rates, use `schedules.PerGroup`.
+        slots to create. Each list is a variable that every step reads: assign
+        a dictionary with other numbers to `optimizer.group_settings`, and the
+        next step uses them. For learning rates, use `schedules.PerGroup`.
 
     Raises:
       ValueError: If `opt` is an unknown name or already a
@@ -197,6 +199,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       self._inner.strategy, settings.group_assignment
     )
     per_group_lib.check_rates_of(opt, engine.groups, self._package)
+    per_group_lib.create_rates(opt, self._package)
     self._parts.step = step_lib.Step(settings, self._inner, engine)
 
   @property
@@ -231,6 +234,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     schedule = per_group_lib.schedule_class(self._package)
     per_group_lib.check_rates(value, self.groups, schedule)
     opt.learning_rate = value
+    per_group_lib.create_rates(opt, self._package)
 
   @property
   def update_step(self) -> Any:
@@ -483,7 +487,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     self._steps.build(variables)
 
   def _config(self) -> dict[str, Any]:
-    return self._steps.settings.to_config()
+    return self._steps.current_settings().to_config()
 
   def _before_saving(self) -> None:
     step = parts.find_step(self)
@@ -495,4 +499,4 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       )
 
   def _differing(self) -> dict[str, Any]:
-    return self._steps.settings.non_default()
+    return self._steps.current_settings().non_default()

@@ -185,7 +185,12 @@ class Setting:
     if optimizer is None:
       return self
     step = parts.find_step(optimizer)
-    return None if step is None else step.settings.read(self._name)
+    if step is None:
+      return None
+    settings = step.settings
+    if self._name == "group_settings":
+      settings = step.current_settings()
+    return settings.read(self._name)
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""

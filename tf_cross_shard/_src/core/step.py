@@ -21,9 +21,13 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import accumulation, loss_convention
+from tf_cross_shard._src.core import (
+  accumulation,
+  group_numbers,
+  group_settings,
+  loss_convention,
+)
 from tf_cross_shard._src.core import checks as checks_lib
-from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import warnings as warnings_lib
 from tf_cross_shard._src.core.gradients import (
@@ -76,7 +80,7 @@ class Step:
     engine: Sums over the groups of replicas.
     checks: Whether a step may run here.
     convention: The factor by which the loss is multiplied.
-    group_settings: Settings of `inner` that differ between groups.
+    group_settings: The settings of `inner` that differ between groups.
     tables: The embedding tables that are updated by rows.
     update: Reduces gradients and updates the weights.
     window: Accumulates the gradients of several calls; None for one call.
@@ -101,8 +105,9 @@ class Step:
       int(engine.strategy.num_replicas_in_sync),
       engine.groups.group_size,
     )
-    self.group_settings = per_group_lib.GroupSettings(
-      settings.group_settings, inner.innermost, engine.groups
+    group_numbers.register(engine)
+    self.group_settings = group_settings.GroupSettings(
+      settings.group_settings, inner.innermost, engine
     )
     self.tables = rows_lib.Tables(inner, engine, settings.lazy_rows)
     self.update = _make_update(settings, inner, engine, self.tables)
@@ -191,7 +196,7 @@ class Step:
       # Gradients may be multiplied by a loss scale: also multiply the limit.
       scaled: Any = {name: self.inner.scale_limit(limit)}
       clipped = clipping.select(
-        per_group_lib.is_nonzero(limit),
+        group_settings.is_nonzero(limit),
         clipping.clip(grads, **scaled, keep_infinite=self._may_skip),
         clipped,
       )
@@ -215,7 +220,7 @@ class Step:
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""
-    return per_group_lib.as_group(per_group_lib.group_here(self.engine.groups))
+    return group_numbers.as_group(group_numbers.group_here(self.engine.groups))
 
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""
@@ -266,11 +271,21 @@ class Step:
   def replace(self, **changes: Any) -> None:
     """Replaces clipping limits and `group_settings`, if all are valid.
 
-    Only steps that are traced afterwards read the new values.
+    The next step reads new numbers of `group_settings`. Only steps that are
+    traced afterwards read the limits, and notice that a setting was added to
+    `group_settings` or removed.
     """
     settings = dataclasses.replace(self.settings, **changes)
-    self.group_settings.replace(settings.group_settings)
+    if "group_settings" in changes:
+      self.group_settings.replace(settings.group_settings)
     self.settings = settings
+
+  def current_settings(self) -> settings_lib.Settings:
+    """Returns the settings, with the present numbers of `group_settings`."""
+    if not self.group_settings.numbers:
+      return self.settings
+    present = self.group_settings.read()
+    return dataclasses.replace(self.settings, group_settings=present)
 
   def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots, and the sums of a window, unless they exist."""
@@ -293,7 +308,12 @@ class Step:
   def state(self) -> list[Variable]:
     """The step's own variables, which `replica_state` saves."""
     skipped = [] if self.skipped_steps is None else [self.skipped_steps]
-    return [*skipped, *self.window_state, *self.attached]
+    return [
+      *skipped,
+      *self.group_settings.variables,
+      *self.window_state,
+      *self.attached,
+    ]
 
   @property
   def window_state(self) -> list[Variable]:

@@ -36,18 +36,22 @@ Mode: TypeAlias = Literal["auto", "min", "max"]
 def group_names(optimizer: Any) -> list[str]:
   """Returns a name for each group.
 
-  The names are those of the `Groups`; else what the groups differ in, such as
-  `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and so on.
+  The names are those of the `Groups`; else what the groups differ in when the
+  program begins, such as `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and
+  so on.
   """
   groups = names_lib.groups_of(optimizer)
   names = getattr(groups, "names", None)
   if names is None:
-    rates = getattr(per_group_lib.rates_of(optimizer), "rates", [])
-    parts = [[f"lr={rate:g}" for rate in rates if not callable(rate)]]
-    for name, numbers in (
-      getattr(optimizer, "group_settings", None) or {}
-    ).items():
-      parts.append([f"{name}={number:g}" for number in numbers])
+    rates = per_group_lib.rates_of(optimizer)
+    is_numbers = rates is not None and not any(map(callable, rates.rates))
+    settings = {"lr": rates.numbers} if rates is not None and is_numbers else {}
+    for step in names_lib.steps_of(optimizer):
+      settings |= step.group_settings.numbers
+    parts = [
+      [f"{name}={number:g}" for number in numbers.initial]
+      for name, numbers in settings.items()
+    ]
     names = [", ".join(own) for own in zip(*filter(None, parts), strict=False)]
   if len(set(names)) < groups.num_groups:
     names = [f"group_{i}" for i in range(groups.num_groups)]
@@ -109,7 +113,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
     acts_on_batches: Whether the callback acts when a batch ends.
     follows_groups: Whether the callback assumes that each group trains the same
       trial until `fit` ends.
-    compares_trials: Whether the callback chooses between trials.
     is_skipping_batches: Whether `fit` reads batches again that were trained on
       before it was interrupted. `BackupAndRestore` sets it. A callback that
       changes the model must do nothing while it is True.
@@ -118,7 +121,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
   prefix = ""
   acts_on_batches = False
   follows_groups = False
-  compares_trials = False
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 
@@ -187,10 +189,6 @@ class GroupCallback(tf.keras.callbacks.Callback):
       return [f"group_{i}" for i in range(groups.num_groups)]
     # What follows the last slash in the name of a metric is the key.
     return [name.replace("/", "_") for name in names]
-
-  def names_of_trials(self) -> list[str]:
-    """Returns what each group trains; empty if groups train no trials."""
-    return []
 
   def state_of_groups(
     self, with_optimizer: bool = False

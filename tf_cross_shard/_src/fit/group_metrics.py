@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import group_numbers, single_program
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -178,10 +177,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds the metrics to the logs for later callbacks."""
-    # Read the names now: Halving may begin other trials when the epoch ends.
     self._names = group_callback.group_names(self.model.optimizer)
-    for callback in self.same_fit():
-      self._names = callback.names_of_trials() or self._names
     if logs is not None:
       logs.update(self._losses or self._training_losses())
     if epoch and (epoch + 1) % self.every:
@@ -222,7 +218,7 @@ class GroupMetrics(group_callback.GroupCallback):
     metrics: dict[str, float] = {}
     with (
       variables_lib.outside_of_strategies(),
-      per_group_lib.as_group(self._group),
+      group_numbers.as_group(self._group),
     ):
       results = self._program(self._plain)()
       for i, key in enumerate(self.keys):
@@ -253,7 +249,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if new:
       logging.warning(
         "These groups diverged: %s, in epoch %d. GroupEarlyStopping,"
-        " GroupCheckpoint and Halving count a diverged group as the worst.",
+        " GroupCheckpoint count a diverged group as the worst.",
         ", ".join(f"{name} ({self.prefix}loss {new[name]})" for name in new),
         epoch,
       )
@@ -298,7 +294,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
     self._programs = {}
     self._state = self.state_of_groups()
-    with variables_lib.outside_of_strategies(), per_group_lib.as_group(0):
+    with variables_lib.outside_of_strategies(), group_numbers.as_group(0):
       # The group whose weights the twin has. It is a variable so that the
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
@@ -368,7 +364,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if workers is None or workers.index == 0:
       with (
         variables_lib.outside_of_strategies(),
-        per_group_lib.as_group(self._group),
+        group_numbers.as_group(self._group),
       ):
         program = self._program(model)
         if program is None:
@@ -434,7 +430,7 @@ def _mean_of(members: list[Any], groups: int | None = None) -> Any:
         return tf.nest.map_structure(self.over_groups, output)
       outputs = []
       for i, member in enumerate(self.members):
-        with per_group_lib.as_group(i):
+        with group_numbers.as_group(i):
           outputs.append(member(inputs, training=False))
       return tf.nest.map_structure(
         lambda *own: tf.add_n(own) / len(own), *outputs
@@ -446,7 +442,7 @@ def _mean_of(members: list[Any], groups: int | None = None) -> Any:
         return list(map(self.over_groups, self.members[0].losses))
       losses = []
       for i, member in enumerate(self.members):
-        with per_group_lib.as_group(i):
+        with group_numbers.as_group(i):
           losses += [loss / len(members) for loss in member.losses]
       return losses
 

@@ -90,12 +90,9 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
     self.learning_rates: list[float] = []
 
   def set_model(self, model: Any) -> None:
-    """Sets the model, and makes its learning rates settable.
-
-    In a training loop of your own, call this before the first step is traced.
-    """
+    """Sets the model, whose optimizer has learning rates that can be set."""
     super().set_model(model)
-    group_rates.prepare(model, "GroupReduceLROnPlateau")
+    group_rates.check(model, "GroupReduceLROnPlateau")
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Lowers the learning rates of the groups whose metric is on a plateau."""

@@ -9,17 +9,21 @@ backups and `replica_state.save` contain it.
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import per_group as per_group_lib
-from tf_cross_shard._src.core import settings, validation
+from tf_cross_shard._src.core import group_numbers, settings, validation
+from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.inner import names as names_lib
+
+# Keras' layer creates a random number generator if its rate is not 0.
+_ANY_RATE: Final = 0.5
 
 
 # `layers.GroupDropout` of each Keras derives from this class and then from the
-# base class of Keras' layers.
+# `Dropout` of this Keras.
 class GroupDropoutBase(abc.ABC):
   """Keras' `Dropout` layer, except that each group has its own rate.
 
@@ -45,80 +49,127 @@ class GroupDropoutBase(abc.ABC):
   array([[1., 1., 1.]], dtype=float32)
   """
 
-  dtype: Any  # As the layers of Keras 3 and tf_keras have it.
+  # As the layers of Keras 3 and tf_keras have them.
+  dtype: Any
+  noise_shape: Any
 
   def __init__(
-    self, rates: Any, group_assignment: Any, seed: Any = None, **kwargs: Any
+    self, rates: Any, groups: Any = None, seed: Any = None, **kwargs: Any
   ) -> None:
     """Creates the layer.
 
     Args:
-      rates: One number for each group, from 0 to less than 1: a list, an array,
-        or a variable. For the trials of a table, pass `table.values(name)`.
-      group_assignment: The groups of the optimizer: a `Groups` or a
-        `group_assignment`.
+      rates: One number for each group, from 0 to less than 1: a list, an array
+        or a variable; or a `value` of `callbacks.OptunaSearch`.
+      groups: A `Groups`, a `group_assignment`, or a `CrossShardOptimizer`. None
+        stands for the groups of the strategy's CrossShardOptimizer; without
+        such an optimizer, each model of a `VectorizedStrategy` is a group.
       seed: The seed of the random numbers. None draws a seed.
-      **kwargs: Other arguments of Keras' layers, such as `name`.
+      **kwargs: Other arguments of Keras' `Dropout`, such as `name`.
 
     Raises:
-      TypeError: If a rate is not a number.
+      TypeError: If `rates` is not a list, or a rate is not a number.
       ValueError: If there is not one rate for each group, if a rate is out of
-        range, or if `group_assignment` is malformed.
+        range, or if `groups` is malformed. If `groups` are not those of the
+        strategy's CrossShardOptimizer, the first step raises the error.
     """
-    groups = settings.required_groups(group_assignment)
-    if not isinstance(rates, tf.Variable):
-      rates = list(rates)
-      if not all(map(validation.is_number, rates)):
-        raise TypeError(f"`rates` must contain numbers; got {rates!r}.")
+    if hasattr(groups, "apply_gradients"):
+      groups = names_lib.groups_of(groups)
+    groups = settings.as_groups(groups)
+    if not isinstance(rates, group_numbers.GroupValue):
+      rates = _checked(rates, groups)
+    layer: Any = super()
+    layer.__init__(_ANY_RATE, seed=seed, **kwargs)
+    self.rate = None  # Keras' layer has one rate.
     # Keras would track a variable that is an attribute.
     self._read_rates: Callable[[], Any] = lambda: rates
-    numbers = self.rates
-    if len(numbers) != groups.num_groups:
-      raise ValueError(
-        f"`rates` must contain one number for each of the {groups.num_groups}"
-        f" groups {groups.to_lists()}; got {numbers}."
-      )
-    if not all(0 <= rate < 1 for rate in numbers):
-      raise ValueError(
-        f"`rates` must be at least 0 and less than 1; got {numbers}."
-      )
-    super().__init__(**kwargs)
     self._groups = groups
-    self.seed = seed
-    self.supports_masking = True
 
   @property
   def rates(self) -> list[float]:
     """The present rate of each group."""
-    rates = tf.convert_to_tensor(self._read_rates(), tf.float32)
-    # Read as decimal numbers: 0.1 is not 0.10000000149011612.
-    return [float(str(rate)) for rate in np.asarray(rates)]
+    rates = self._read_rates()
+    if isinstance(rates, group_numbers.GroupValue):
+      return [] if rates.numbers is None else rates.numbers.read()
+    return _decimals(rates)
 
   @property
-  def group_assignment(self) -> list[list[int]]:
-    """The groups as lists of replica ids."""
-    return self._groups.to_lists()
+  def groups(self) -> list[list[int]] | None:
+    """The groups as lists of replica ids; None for those of the optimizer."""
+    return None if self._groups is None else self._groups.to_lists()
 
   def call(self, inputs: Any, training: Any = None) -> Any:
     """Returns the inputs, in training with elements that are set to 0."""
     if not training:
       return inputs
-    rate = per_group_lib.per_group(self._read_rates(), self._groups)
-    rate = tf.cast(rate, inputs.dtype)
-    return tf.nn.experimental.stateless_dropout(inputs, rate, self._next_seed())
+    rates = self._read_rates()
+    if isinstance(rates, group_numbers.GroupValue):
+      rate = tf.convert_to_tensor(rates)
+    else:
+      rate = group_numbers.row_of_group(rates, self._groups, "rates")
+    return tf.nn.experimental.stateless_dropout(
+      inputs,
+      tf.cast(rate, inputs.dtype),
+      self._next_seed(),
+      noise_shape=self._shape_of_noise(inputs),
+    )
+
+  def _shape_of_noise(self, inputs: Any) -> Any:
+    """Returns the argument `noise_shape`, with sizes for None; or None."""
+    if self.noise_shape is None:
+      return None
+    sizes = tf.shape(inputs)
+    return [
+      sizes[i] if size is None else size
+      for i, size in enumerate(self.noise_shape)
+    ]
 
   @abc.abstractmethod
   def _next_seed(self) -> tf.Tensor:
     """Returns the seed of this call, two integers, and advances the state."""
 
-  def compute_output_shape(self, input_shape: Any) -> Any:
-    return input_shape
-
   def get_config(self) -> dict[str, Any]:
     """Returns the arguments of the constructor, with rates as numbers."""
-    return {
-      **super().get_config(),  # type: ignore[misc]  # of Keras' layer
-      "rates": self.rates,
-      "group_assignment": self.group_assignment,
-      "seed": self.seed,
-    }
+    config = super().get_config()  # type: ignore[misc]  # of Keras' layer
+    config.pop("rate")
+    return {**config, "rates": self.rates, "groups": self.groups}
+
+  @classmethod
+  def from_config(cls, config: dict[str, Any]) -> Any:
+    """Creates a layer from what `get_config` returned."""
+    config = dict(config)
+    if "group_assignment" in config:  # The name in version 1.0.0.
+      config["groups"] = config.pop("group_assignment")
+    return cls(**config)
+
+
+def _checked(rates: Any, groups: groups_lib.Groups | None) -> Any:
+  """Returns rates, a list or a variable, or raises an error."""
+  if not isinstance(rates, tf.Variable):
+    try:
+      rates = list(rates)
+    except TypeError as error:
+      raise TypeError(
+        "`rates` must be a list with one rate for each group, such as"
+        f" [0.1, 0.2]; got {rates!r}. For one rate in all groups, use Keras'"
+        " Dropout."
+      ) from error
+    if not all(map(validation.is_number, rates)):
+      raise TypeError(f"`rates` must contain numbers; got {rates!r}.")
+  numbers = _decimals(rates)
+  if groups is not None and len(numbers) != groups.num_groups:
+    raise ValueError(
+      f"`rates` must contain one number for each of the {groups.num_groups}"
+      f" groups {groups.to_lists()}; got {numbers}."
+    )
+  if not all(0 <= rate < 1 for rate in numbers):
+    raise ValueError(
+      f"`rates` must be at least 0 and less than 1; got {numbers}."
+    )
+  return rates
+
+
+def _decimals(rates: Any) -> list[float]:
+  """Returns rates as decimal numbers: 0.1, not 0.10000000149011612."""
+  rates = np.asarray(tf.convert_to_tensor(rates, tf.float32))
+  return [float(str(rate)) for rate in rates]

@@ -58,7 +58,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @wrapper_lib.documented
-class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
+class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Dropout):
   """Dropout with a rate for each group.
 
   >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])
@@ -66,11 +66,5 @@ class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
   [0.0, 0.25]
   """
 
-  def __init__(
-    self, rates: Any, group_assignment: Any, seed: Any = None, **kwargs: Any
-  ) -> None:
-    super().__init__(rates, group_assignment, seed, **kwargs)
-    self._seeds = keras.random.SeedGenerator(seed)
-
   def _next_seed(self) -> tf.Tensor:
-    return tf.cast(self._seeds.next(), tf.int32)
+    return tf.cast(self.seed_generator.next(), tf.int32)

@@ -64,7 +64,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @wrapper_lib.documented
-class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Layer):
+class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Dropout):
   """Dropout with a rate for each group.
 
   >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])

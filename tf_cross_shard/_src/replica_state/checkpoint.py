@@ -15,7 +15,6 @@ import tensorflow as tf
 from absl import logging
 from etils import epath
 
-from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core.inner import keras_private
@@ -29,7 +28,6 @@ from tf_cross_shard._src.replica_state import (
 from tf_cross_shard._src.replica_state import paths as paths_lib
 from tf_cross_shard._src.replica_state.archive import CheckpointError
 
-_RATE_FACTOR: Final = f"optimizer/{per_group_lib.RATE_FACTOR}"
 _SHOWN: Final = 5  # the number of names that an error lists
 
 
@@ -144,15 +142,6 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
     outcomes[0]["checksum"] = file.checksum
     _check_groups(file, state)
     saved = file.about["names"]
-    if _RATE_FACTOR in saved and _create_rate_factor(optimizer, model):
-      state = group_state.GroupState(optimizer, model)
-    unchanged = [
-      entry.variable
-      for entry in state.entries
-      if entry.name == _RATE_FACTOR and entry.name not in saved
-    ]
-    if unchanged:  # The file is older than the first change of a rate.
-      state.entries = [e for e in state.entries if e.name != _RATE_FACTOR]
     _check_names(file, state, saved)
     group_size = len(_saved_groups(file)[0])
     is_exact = group_size == state.groups.group_size
@@ -169,23 +158,7 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
         " it to each of them."
       )
   state.assign(values)
-  ones = [np.ones([], "float32")] * len(state.copies.engine.replicas_here)
-  for factor in unchanged:
-    state.copies.write(factor, ones)
   return Restored(file.about.get("values", {}), other_arrays, is_exact)
-
-
-def _create_rate_factor(optimizer: Any, model: Any) -> bool:
-  """Creates the variable of changed rates, as the callbacks that change them.
-
-  Only for a Keras model, whose step can be traced again to read it.
-  """
-  if not hasattr(model, "train_function"):
-    return False
-  is_new = per_group_lib.create_rate_factor(optimizer)
-  if is_new and model.train_function is not None:
-    model.make_train_function(force=True)
-  return is_new
 
 
 def read_group(path: Any, group: int, model: Any) -> Any:

@@ -407,6 +407,7 @@ def _clonable(config: Any, named: Mapping[str, Any], group: int) -> Any:
   if plain:
     arguments = dict(config["config"])
     arguments.pop("group_assignment", None)
+    arguments.pop("groups", None)
     if "rates" in arguments:
       arguments["rate"] = arguments.pop("rates")[group]
     config = {

@@ -118,13 +118,31 @@ def windows(optimizer: Optimizer) -> list[Variable]:
 
 
 def _rate_variables(optimizer: Optimizer) -> list[Variable]:
-  """Returns the variables that set the learning rate of an optimizer.
-
-  With a `PerGroup`, these are the factors by which callbacks change its rates.
-  """
+  """Returns the variables that set the learning rate of an optimizer."""
   rates = keras_private.rates_and_schedules(optimizer)
-  factors = [getattr(rate, "rate_factor", None) for rate in rates]
-  return [rate for rate in (*rates, *factors) if hasattr(rate, "assign")]
+  return [v for rate in rates for v in _variables_of_rate(rate, optimizer)]
+
+
+def _variables_of_rate(rate: Any, optimizer: Optimizer) -> Iterator[Variable]:
+  """Yields the variables of a learning rate, a schedule, or one inside it."""
+  if variables_lib.is_variable(rate):
+    yield rate
+    return
+  numbers: Any = getattr(rate, "numbers", None)  # of a PerGroup
+  if hasattr(numbers, "variable"):
+    variable = numbers.variable(keras_private.strategy(optimizer))
+    if variable is not None:
+      yield variable
+    return
+  if isinstance(rate, (list, tuple)):
+    values: Iterable[Any] = rate
+  elif hasattr(rate, "get_config"):
+    values = vars(rate).values()
+  else:
+    return
+  for value in values:
+    if isinstance(value, (list, tuple)) or hasattr(value, "get_config"):
+      yield from _variables_of_rate(value, optimizer)
 
 
 def sharded_state(optimizer: Optimizer) -> Any:

@@ -182,7 +182,7 @@ class V1Update:
   def _factor(self, power: str) -> tf.Tensor:
     argument = self._kernel.powers[power]
     factor = getattr(self, self._kernel.settings[argument])
-    return tf.constant(factor, tf.float32)
+    return tf.convert_to_tensor(factor, tf.float32)
 
   def _handle(self, power: str) -> Any:
     return variables_lib.native(getattr(self, power)).handle

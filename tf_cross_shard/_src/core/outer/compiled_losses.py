@@ -136,9 +136,9 @@ def _scope_of(model: Any) -> contextlib.AbstractContextManager[Any]:
 
   One copy of a metric would add up the numbers of all models.
   """
-  strategy = getattr(model, "distribute_strategy", None)
-  is_inside = strategy is None or tf.distribute.get_strategy() is strategy
-  if is_inside or not single_program.is_vectorized(strategy):
+  here = tf.distribute.get_strategy()
+  strategy: Any = getattr(model, "distribute_strategy", here)
+  if strategy is here or not single_program.is_vectorized(strategy):
     return contextlib.nullcontext()
   return strategy.scope()
 

@@ -1,0 +1,223 @@
+"""Settings of the wrapped optimizer that differ between groups.
+
+    groups              0      1      2
+    weight_decay      0.0    0.01    0.1      [num_groups], a variable
+
+While a replica applies sums, the attribute of the wrapped optimizer (such as
+`weight_decay`) is a `GroupNumber`: a number to Python, and the value of the
+replica's group to TensorFlow.
+"""
+
+import contextlib
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import group_numbers
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.inner import overriding
+from tf_cross_shard._src.core.keras_types import Optimizer
+from tf_cross_shard._src.core.reduce import engine as engine_lib
+
+
+class GroupNumber(float):
+  """A setting whose value is a tensor: the number of the replica's group.
+
+  Keras computes with this object as with a tensor, and compares it as a number,
+  to decide whether there is momentum or weight decay. As with Python's numbers,
+  what Keras computes from it alone, such as `1 - beta_2`, is float64, and what
+  it computes from it and a tensor has the tensor's dtype.
+  """
+
+  dtype = float  # For Keras, which asks for it or takes the class.
+  _read: Callable[[], tf.Tensor]
+  _tensors: dict[Any, tf.Tensor]
+
+  def __new__(
+    cls, compared_as: float, read: Callable[[], tf.Tensor]
+  ) -> "GroupNumber":
+    """Returns a number with the value that `read` returns, a float64 scalar."""
+    made = super().__new__(cls, compared_as)
+    made._read, made._tensors = read, {}
+    return made
+
+  def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+    # A tensor belongs to one graph, and each branch of a condition is a graph.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if graph not in self._tensors:
+      self._tensors[graph] = self._read()
+    return tf.cast(self._tensors[graph], dtype or tf.float32, name=name)
+
+
+def _operator(name: str) -> Any:
+  def operate(number: GroupNumber, *others: Any) -> Any:
+    dtypes = [other.dtype for other in others if tf.is_tensor(other)]
+    if dtypes or not all(isinstance(x, (int, float)) for x in others):
+      tensor = tf.convert_to_tensor(number, *dtypes)
+      return getattr(tensor, name)(*others)
+
+    def read() -> tf.Tensor:
+      tensors = [tf.convert_to_tensor(x, tf.float64) for x in others]
+      own = tf.convert_to_tensor(number, tf.float64)
+      return getattr(own, name)(*tensors)
+
+    try:
+      compared_as = getattr(float, name)(float(number), *others)
+    except (ArithmeticError, TypeError):
+      compared_as = math.nan
+    return GroupNumber(compared_as, read)
+
+  return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+  setattr(GroupNumber, f"__{_name}__", _operator(f"__{_name}__"))
+  setattr(GroupNumber, f"__r{_name}__", _operator(f"__r{_name}__"))
+GroupNumber.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
+
+
+def is_nonzero(number: float) -> tf.Tensor | bool:
+  """Returns whether a number is not 0: a tensor, if groups may differ."""
+  if isinstance(number, GroupNumber):
+    return tf.not_equal(tf.convert_to_tensor(number, tf.float64), 0.0)
+  return number != 0
+
+
+class GroupSettings:
+  """The variables of the settings that differ between groups.
+
+  Every optimizer class, kernel and kind of update reads the setting as an
+  attribute of the wrapped optimizer, and so reads the number of the group.
+
+  Attributes:
+    numbers: The variable of each setting, by the name of the setting.
+  """
+
+  def __init__(
+    self,
+    numbers: Mapping[str, Sequence[float]] | None,
+    optimizer: Optimizer,
+    engine: engine_lib.Engine,
+  ) -> None:
+    """Raises `ValueError` for numbers that do not fit.
+
+    `optimizer` is the one that keeps the slots.
+    """
+    self._optimizer = optimizer
+    self._engine = engine
+    self.numbers: dict[str, group_numbers.GroupNumbers] = {}
+    self.replace(numbers)
+
+  def replace(self, numbers: Mapping[str, Sequence[float]] | None) -> None:
+    """Sets the numbers, unless one does not fit: then raises `ValueError`.
+
+    Steps that were traced earlier read new numbers of a setting, but do not
+    notice that a setting was added or removed.
+    """
+    groups = self._engine.groups
+    for name, values in (numbers or {}).items():
+      if len(values) != groups.num_groups:
+        raise ValueError(
+          "`group_settings` must have a number for each of the"
+          f" {groups.num_groups} groups {groups.to_lists()};"
+          f" {name!r} is {values}."
+        )
+      if name not in settings_lib.LIMITS:
+        _check_setting(self._optimizer, name, values)
+    before, self.numbers = self.numbers, {}
+    for name, values in (numbers or {}).items():
+      if name in before:
+        before[name].assign(values)
+        self.numbers[name] = before[name]
+      else:
+        made = group_numbers.GroupNumbers(f"group_settings/{name}", values)
+        made.create(self._engine.strategy)
+        self.numbers[name] = made
+
+  def read(self) -> dict[str, list[float]] | None:
+    """Returns the present numbers, or None if no setting differs."""
+    return {name: own.read() for name, own in self.numbers.items()} or None
+
+  @property
+  def variables(self) -> list[tf.Variable]:
+    """The variables that `replica_state` saves."""
+    strategy = self._engine.strategy
+    found = (own.variable(strategy) for own in self.numbers.values())
+    return [variable for variable in found if variable is not None]
+
+  def limits(self, limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns clipping limits, those of this replica's group if they differ."""
+    return {
+      name: self._number(name, 1.0) if name in self.numbers else limit
+      for name, limit in limits.items()
+    }
+
+  def in_force(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which the optimizer has this group's numbers."""
+    numbers = {
+      name: self._number(name, float(vars(self._optimizer)[name] or 0.0))
+      for name in set(self.numbers) - {*settings_lib.LIMITS}
+    }
+    return overriding.overriding(self._optimizer, **numbers)
+
+  def _number(self, name: str, compared_as: float) -> GroupNumber:
+    """Returns the number of the calling replica's group."""
+    own, group = self.numbers[name], group_numbers.current_group()
+    return GroupNumber(compared_as, lambda: tf.gather(own.rows(), group))
+
+
+# Numbers that an optimizer does not read in its update, but when it is built,
+# when it scales the loss, or when it counts calls.
+_NOT_IN_UPDATE: Final = (
+  "ema_overwrite_frequency",
+  "gradient_accumulation_steps",
+  "initial_accumulator_value",
+  "loss_scale_factor",
+)
+
+
+def _check_setting(
+  optimizer: Optimizer, name: str, values: Sequence[float]
+) -> None:
+  """Raises `ValueError` unless the optimizer's setting can be replaced."""
+  kind = type(optimizer).__name__
+  if name == "learning_rate":
+    raise ValueError(
+      "`group_settings` contains 'learning_rate', which may be a schedule. Use"
+      f" {kind}(schedules.PerGroup({values}))."
+    )
+  if name in _NOT_IN_UPDATE:
+    raise ValueError(
+      f"`group_settings` contains {name!r}: {values}, but only settings that"
+      f" {kind} reads in its update can differ between groups. Pass"
+      f" {kind}({name}=...): this setting has one value for all groups."
+    )
+  if name not in vars(optimizer):
+    known = [
+      *(x for x in vars(optimizer) if not x.startswith("_")),
+      *settings_lib.LIMITS,
+    ]
+    close = difflib.get_close_matches(name, known, 1)
+    remedy = f"Did you mean {close[0]!r}?" if close else f"Use one of {known}."
+    raise ValueError(
+      f"`group_settings` contains {name!r}, but {kind} has no such setting."
+      f" {remedy}"
+    )
+  own = vars(optimizer)[name]
+  if isinstance(own, bool) or not isinstance(own, (int, float)):
+    raise ValueError(
+      f"`group_settings` contains {name!r}, but {kind}.{name} is {own!r}, and"
+      " only numeric settings of `opt` can differ between groups. Set"
+      f" {kind}({name}=...) to one of the numbers in `group_settings`."
+    )
+  # If the setting is 0, Keras creates no slot (momentum), or traces no
+  # operation (weight decay).
+  if not own and any(values):
+    raise ValueError(
+      f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
+      f" {own!r}. With 0, Keras does not create the slots or operations that"
+      " the other values need. Create `opt` with one of the nonzero numbers."
+    )

@@ -1,1 +1,0 @@
-"""Hyperparameter search: many trials in the groups of one `fit`."""
