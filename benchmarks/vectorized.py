@@ -3,11 +3,15 @@
     python -m benchmarks.vectorized
     python -m benchmarks.vectorized --cases="16 tiny" --rounds=5
 
-Each replica of a `VectorizedStrategy` trains a network of its own, with its own
-learning rate. The figure of a case is the CPU time of a step of `fit`, divided
-by that of the same number of separate fits: 0.2 means that a step of all
-networks takes a fifth of the CPU time. Both run in turns, and the smallest time
-of each counts, since other processes only add to it.
+Each model of a `VectorizedStrategy` has its own learning rate. The figure of a
+case is the CPU time of a step of `fit`, divided by that of the same number of
+separate fits: 0.2 means that a step of all networks takes a fifth of the CPU
+time. Both run in turns, and the smallest time of each counts, since other
+processes only add to it.
+
+For dense networks, a second figure is the CPU time of a step of `fit`, divided
+by that of the arithmetic alone: one function with the matrix products of the
+forward and the backward pass and Adam's kernel, on the weights of all models.
 
 Where jax is installed, the part "vmap" compares a step of the first case
 without `fit` with a step of the same networks by `jax.vmap`.
@@ -32,7 +36,6 @@ from benchmarks import timing
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
-  groups,
   schedules,
 )
 
@@ -96,6 +99,7 @@ class Case:
     batch: The number of examples in a network's batch.
     make: Creates a network with three outputs, or more.
     jit: Whether XLA compiles the vectorized step.
+    sizes: The widths of a dense network; empty for others.
   """
 
   models: int
@@ -103,20 +107,25 @@ class Case:
   batch: int
   make: Callable[[], Any]
   jit: bool
+  sizes: tuple[int, ...] = ()
 
 
-_TINY = _dense(20, 64, 64, 64, 3)
-_WIDE = _dense(100, *[256] * 3, 10)
-_WIDEST = _dense(784, 1024, 1024, 3)
+def _network(models: int, jit: bool, *sizes: int) -> Case:
+  return Case(models, sizes[:1], 64, _dense(*sizes), jit, sizes)
+
+
+_TINY = 20, 64, 64, 64, 3
+_WIDE = 100, 256, 256, 256, 10
+_WIDEST = 784, 1024, 1024, 3
 CASES = {
-  "16 tiny": Case(16, (20,), 64, _TINY, False),
-  "16 tiny, XLA": Case(16, (20,), 64, _TINY, True),
-  "4 tiny": Case(4, (20,), 64, _TINY, False),
-  "4 tiny, XLA": Case(4, (20,), 64, _TINY, True),
-  "16 of 256": Case(16, (100,), 64, _WIDE, False),
-  "16 of 256, XLA": Case(16, (100,), 64, _WIDE, True),
-  "4 of 1024": Case(4, (784,), 64, _WIDEST, False),
-  "4 of 1024, XLA": Case(4, (784,), 64, _WIDEST, True),
+  "16 tiny": _network(16, False, *_TINY),
+  "16 tiny, XLA": _network(16, True, *_TINY),
+  "4 tiny": _network(4, False, *_TINY),
+  "4 tiny, XLA": _network(4, True, *_TINY),
+  "16 of 256": _network(16, False, *_WIDE),
+  "16 of 256, XLA": _network(16, True, *_WIDE),
+  "4 of 1024": _network(4, False, *_WIDEST),
+  "4 of 1024, XLA": _network(4, True, *_WIDEST),
   "16 LSTMs": Case(16, (10, 8), 32, _lstm, False),
   "16 transformers": Case(16, (16, 32), 32, _transformer, False),
   "16 transformers, XLA": Case(16, (16, 32), 32, _transformer, True),
@@ -124,11 +133,11 @@ CASES = {
 }
 
 
-def _data(case: Case, batch: int) -> tf.data.Dataset:
+def _data(case: Case) -> tf.data.Dataset:
   rng = np.random.default_rng(0)
-  x = rng.normal(size=(_STEPS * batch, *case.shape)).astype("float32")
+  x = rng.normal(size=(_STEPS * case.batch, *case.shape)).astype("float32")
   y = rng.integers(0, 3, size=len(x))
-  return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).cache()
+  return tf.data.Dataset.from_tensor_slices((x, y)).batch(case.batch).cache()
 
 
 def _compiled(case: Case, optimizer: Any, jit: bool) -> Any:
@@ -141,12 +150,52 @@ def _compiled(case: Case, optimizer: Any, jit: bool) -> Any:
 
 def _vectorized(case: Case) -> Any:
   rates = np.geomspace(1e-3, 1e-2, case.models).tolist()
-  with VectorizedStrategy(case.models, split_batches=True).scope():
-    optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.Adam(schedules.PerGroup(rates)),
-      group_assignment=groups.singletons(case.models),
-    )
-    return _compiled(case, optimizer, case.jit)
+  with VectorizedStrategy(case.models).scope():
+    adam = tf.keras.optimizers.Adam(schedules.PerGroup(rates))
+    return _compiled(case, CrossShardOptimizer(adam), case.jit)
+
+
+def _arithmetic(case: Case) -> Callable[[], Any]:
+  """Returns a function with the matrix products and Adam's kernel alone."""
+  rng = np.random.default_rng(0)
+  shapes = [(case.models, m, n) for m, n in itertools.pairwise(case.sizes)]
+  kernels = [
+    tf.Variable(rng.normal(size=s).astype("float32") / s[1] ** 0.5)
+    for s in shapes
+  ]
+  updated = [*kernels, *(tf.Variable(tf.zeros([s[0], s[2]])) for s in shapes)]
+  slots = [[tf.Variable(tf.zeros(v.shape)) for _ in "mv"] for v in updated]
+  x = tf.constant(rng.normal(size=(case.batch, case.sizes[0])), tf.float32)
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    inputs = [tf.broadcast_to(x, [case.models, *x.shape])]
+    for kernel in kernels:
+      inputs.append(inputs[-1] @ kernel)
+    upstream, grads = inputs.pop(), []
+    for i in reversed(range(len(kernels))):
+      bias = upstream[:, 0]
+      grads.append((kernels[i], tf.matmul(inputs[i], upstream, True)))
+      grads.append((updated[len(kernels) + i], bias))
+      if i:
+        upstream = tf.matmul(upstream, kernels[i], transpose_b=True)
+    for variable, grad in grads:
+      [place] = [i for i, v in enumerate(updated) if v is variable]
+      first, second = slots[place]
+      tf.raw_ops.ResourceApplyAdam(
+        var=variable.handle,
+        m=first.handle,
+        v=second.handle,
+        beta1_power=0.9,
+        beta2_power=0.999,
+        lr=1e-9,
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-7,
+        grad=grad,
+      )
+
+  return step
 
 
 def _milliseconds(model: Any, data: tf.data.Dataset) -> float:
@@ -161,14 +210,14 @@ def measure(name: str) -> dict[str, Any]:
   case = CASES[name]
   plain = _compiled(case, tf.keras.optimizers.Adam(1e-3), False)
   ours = _vectorized(case)
-  data = _data(case, case.batch), _data(case, case.batch * case.models)
+  data = _data(case)
   start = time.perf_counter()
-  ours.fit(data[1].take(1), epochs=1, verbose=0)
+  ours.fit(data.take(1), epochs=1, verbose=0)
   first = time.perf_counter() - start
   taken: list[list[float]] = [[], []]
   for i in range(_ROUNDS.value + 1):
-    for model, given, times in zip((plain, ours), data, taken, strict=True):
-      used = _milliseconds(model, given)
+    for model, times in zip((plain, ours), taken, strict=True):
+      used = _milliseconds(model, data)
       if i:  # The first round traces, and fills caches.
         times.append(used)
   one, all_models = map(min, taken)
@@ -178,8 +227,12 @@ def measure(name: str) -> dict[str, Any]:
     "milliseconds": all_models,
     "first_step_seconds": first,
   }
+  beside = ""
+  if case.sizes:
+    row["of_arithmetic"] = all_models / _cpu_time(_arithmetic(case))
+    beside = f" {row['of_arithmetic']:.2f} of the arithmetic;"
   print(
-    f"{name:22} {row['ratio']:.2f} of separate fits;"
+    f"{name:22} {row['ratio']:.2f} of separate fits;{beside}"
     f" {all_models:.2f} ms; first step {first:.1f} s",
     flush=True,
   )
@@ -191,10 +244,8 @@ def _step_without_fit() -> float:
   case = CASES["16 tiny"]
   model = _vectorized(case)
   strategy = model.distribute_strategy
-  model.fit(_data(case, case.batch * case.models).take(1), verbose=0)
-  data = strategy.experimental_distribute_dataset(
-    _data(case, case.batch * case.models)
-  )
+  model.fit(_data(case).take(1), verbose=0)
+  data = strategy.experimental_distribute_dataset(_data(case))
   batch = next(iter(data))
   step = tf.function(
     lambda batch: strategy.run(model.train_step, args=(batch,))
@@ -216,8 +267,8 @@ def _step_by_vmap() -> float:
     )
     for m, n in itertools.pairwise(sizes)
   ]
-  x = jnp.asarray(rng.normal(size=(16, case.batch, 20)), jnp.float32)
-  y = jnp.asarray(rng.integers(0, 3, size=(16, case.batch)))
+  x = jnp.asarray(rng.normal(size=(case.batch, 20)), jnp.float32)
+  y = jnp.asarray(rng.integers(0, 3, size=case.batch))
 
   def loss(weights: Any, x: Any, y: Any) -> Any:
     for kernel, bias in weights[:-1]:
@@ -245,7 +296,7 @@ def _step_by_vmap() -> float:
     batch.append((x, y))
     return step(weights, m, v, t, rate)
 
-  all_models = jax.jit(jax.vmap(one, in_axes=(0, 0, 0, 0, 0, 0, None)))
+  all_models = jax.jit(jax.vmap(one, in_axes=(0, 0, 0, 0, None, None, None)))
   zeros = jax.tree_util.tree_map(jnp.zeros_like, weights)
   rates = jnp.geomspace(1e-3, 1e-2, 16)
   state = [weights, zeros, zeros]

@@ -102,7 +102,11 @@ def test_assigned_numbers_are_those_of_the_next_step(
   which: str, vectorized: bool, tmp_path: pathlib.Path
 ) -> None:
   """To and from 0, too; the step is traced once."""
-  strategy = VectorizedStrategy(4) if vectorized else testbed.mirrored()
+  strategy = (
+    VectorizedStrategy(4, split_batches=True)
+    if vectorized
+    else testbed.mirrored()
+  )
   before = {"momentum": [0.5, 0.0], "clipvalue": [0.0, 2.0]}
   after = {"momentum": [0.0, 0.75], "clipvalue": [1.0, 0.0]}
 

@@ -378,7 +378,7 @@ class TestModels:
   @pytest.mark.parametrize("library", [keras, tf_keras])
   def test_plain_optimizer(self, library: Any) -> None:
     rates = _of(library).PerGroup([0.5, 0.25, _decay(library, 1.0)])
-    strategy = VectorizedStrategy(3, split_batches=False)
+    strategy = VectorizedStrategy(3)
     with strategy.scope():
       weight = testbed.variable(0.0, library=library)
       # The replicas of today's strategy add up what a plain optimizer applies.
@@ -391,7 +391,7 @@ class TestModels:
 
   def test_another_number_of_rates(self) -> None:
     rates = schedules.PerGroup([0.5, 0.25])
-    strategy = VectorizedStrategy(3, split_batches=False)
+    strategy = VectorizedStrategy(3)
     with pytest.raises(ValueError, match=r"each of the 3 models .* got 2"):
       strategy.run(lambda: rates(0))
 

@@ -166,7 +166,7 @@ def test_groups_of_the_optimizer(which: str) -> None:
 
 def test_masks_are_those_of_keras() -> None:
   rates = [0.25, 0.75]
-  strategy = VectorizedStrategy(2, split_batches=False)
+  strategy = VectorizedStrategy(2)
   with strategy.scope():
     layer = keras3.GroupDropout(rates, seed=1, noise_shape=(None, 1, 5))
   x = tf.ones([3, 4, 5])
