@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import testbed
-from tf_cross_shard import keras3
+from tf_cross_shard import keras3, layers
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 ROWS = 16
@@ -324,3 +324,14 @@ def test_an_optimizer_for_the_other_keras_is_named() -> None:
     model = library.Sequential([library.layers.Dense(1)])
     with pytest.raises(TypeError, match=f"from tf_cross_shard.{home} import"):
       model.compile(package.CrossShardOptimizer("sgd"), "mse")
+
+
+def test_a_table_that_is_read_whole(said: list[str]) -> None:
+  for kind, count in ((keras.layers.Embedding, 1), (layers.Embedding, 0)):
+    said.clear()
+    table = kind(10, 2, name="users")
+    model = keras.Sequential([keras.Input((1,), dtype="int32"), table])
+    optimizer = keras3.CrossShardOptimizer("adam", lazy_rows=True)
+    model.compile(optimizer, "mse")
+    assert len(said) == count
+    assert all("(users)" in x and "layers.Embedding" in x for x in said)

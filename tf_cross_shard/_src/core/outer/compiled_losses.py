@@ -15,8 +15,10 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard._src.core import parts, single_program
+from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 
 # Marks the extended method.
@@ -113,6 +115,8 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
     with _scope_of(self):
       keras_compile(self, *args, **kwargs)
     step = _step_of(self)
+    if step is not None and step.settings.lazy_rows:
+      _warn_of_tables(self)
     if step is None or step.engine.strategy.num_replicas_in_sync == 1:
       return
     if self.jit_compile and not step.engine.is_spmd:
@@ -141,6 +145,19 @@ def _scope_of(model: Any) -> contextlib.AbstractContextManager[Any]:
   if strategy is here or not single_program.is_vectorized(strategy):
     return contextlib.nullcontext()
   return strategy.scope()
+
+
+def _warn_of_tables(model: Any) -> None:
+  """Warns of layers that read whole tables, of which a step updates rows."""
+  kind = keras_private.keras_of(model).layers.Embedding
+  tables = [v.name for v in keras_private.layers(model) if type(v) is kind]
+  if tables:
+    logging.warning(
+      "lazy_rows=True updates only the rows in the batch, but Keras' Embedding"
+      " (%s) copies its whole table in each step. Use"
+      " tf_cross_shard.layers.Embedding, which reads the rows alone.",
+      ", ".join(tables),
+    )
 
 
 def _step_of(model: Any) -> Any:
