@@ -43,8 +43,8 @@ import tf_cross_shard
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import multi_worker
 from tf_cross_shard._src.core import reduce
+from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import multi_worker as engines
-from tf_cross_shard._src.core.reduce import wire as wire_lib
 
 _WORKERS = flags.DEFINE_list(
   "workers", ["2", "4"], "Numbers of workers to measure, each at most 8."
@@ -158,10 +158,8 @@ def measure_reduction(
     groups: groups_lib.Groups, wire_dtype: tf.DType | None = None
   ) -> _Case:
     engine = reduce.for_strategy(strategy, groups)
-    return (
-      lambda grads: wire_lib.Wire(engine, wire_dtype).sum(grads)[0],
-      groups,
-    )
+    reducer = gradient_reducer.GradientReducer(engine, wire_dtype)
+    return lambda grads: reducer.reduce(grads)[0], groups
 
   reducers: dict[str, _Case] = {
     KERAS: (contestants.keras_reducer, whole),

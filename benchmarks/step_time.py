@@ -5,7 +5,7 @@
 
 The first command takes about five minutes on two cores, most of them for
 tracing. The second one compares bucket sizes for the reduction; the sizes in
-use are in packing.py and collectives/mirrored.py.
+use are in gradients/packing.py and reduce/mirrored.py.
 
 Both optimizers run in turns under one MirroredStrategy on logical CPUs. About
 12 million float32 parameters are divided into 50 and into 500 variables,
@@ -34,7 +34,7 @@ from absl import app, flags
 
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard._src.core import reduce
-from tf_cross_shard._src.core.reduce import mirrored, wire
+from tf_cross_shard._src.core.reduce import gradient_reducer, mirrored
 
 _OPTIMIZER = flags.DEFINE_enum(
   "optimizer", "adam", ["adam", "sgd"], "The optimizer that is compared."
@@ -74,7 +74,8 @@ def measure_reduction(
   def ours(group_size: int) -> contestants.Reducer:
     groups = groups_lib.contiguous(replicas, group_size)
     engine = reduce.for_strategy(strategy, groups)
-    return lambda values: wire.Wire(engine).sum(values)[0]
+    reducer = gradient_reducer.GradientReducer(engine)
+    return lambda values: reducer.reduce(values)[0]
 
   reducers = {
     contestants.KERAS: contestants.keras_reducer,

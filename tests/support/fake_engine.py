@@ -23,7 +23,7 @@ from tests.support import testbed
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
-from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras3 import adapter
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.tf_keras import adapter as tf_keras_adapter
@@ -86,7 +86,9 @@ class FakeEngine(engine_lib.Engine):
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.add_n(parts) for parts in self._meet(tensors)]
 
-  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_reduce_accumulate_f32(
+    self, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
     """Adds half precision in float32, as the Mirrored engine does."""
     return [
       tf.add_n([_widened(part) for part in parts])
@@ -105,7 +107,7 @@ class FakeEngine(engine_lib.Engine):
 
 
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
-  is_half = tensor.dtype in packing.WIRE_DTYPES
+  is_half = tensor.dtype in compression.WIRE_DTYPES
   return tf.cast(tensor, tf.float32) if is_half else tensor
 
 

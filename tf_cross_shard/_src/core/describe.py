@@ -17,7 +17,7 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.inner import fused, kernels
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.update import sharded
@@ -210,7 +210,7 @@ def _not_in_force(
     dtypes = [tf.as_dtype(row.dtype) for row in rows]
     if groups.group_size == 1:
       yield "wire_dtype", f"{alone}, so nothing is sent"
-    elif rows and not any(packing.is_wider(d, wire_dtype) for d in dtypes):
+    elif rows and not any(compression.is_wider(d, wire_dtype) for d in dtypes):
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
     yield "accumulate_steps", "one call is a step, as with None"

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import loss_factor, parts, validation
-from tf_cross_shard._src.core.gradients import clipping, packing
+from tf_cross_shard._src.core.gradients import clipping, compression
 
 _Class = TypeVar("_Class", bound=type[Any])
 LIMITS: Final = clipping.LIMITS
@@ -100,7 +100,7 @@ class Settings:
     for name, convert in (
       ("reduction", loss_factor.canonical_reduction),
       ("loss_averaged_over", loss_factor.check_averaged_over),
-      ("wire_dtype", packing.as_wire_dtype),
+      ("wire_dtype", compression.as_wire_dtype),
       ("group_assignment", as_groups),
       ("group_settings", _as_group_settings),
     ):

@@ -39,7 +39,7 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
-from tf_cross_shard._src.core.reduce import wire as wire_lib
+from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.update import (
   by_variable,
   elementwise,
@@ -225,7 +225,7 @@ class Step:
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""
     with self.in_my_group():
-      return self.update.wire.sum(self._scale_and_clip(call))
+      return self.update.reducer.reduce(self._scale_and_clip(call))
 
   def apply_for_loss_scaler(
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
@@ -342,7 +342,7 @@ def _make_update(
   # loss scale are multiplied by it while they are sent.
   is_float16 = settings.wire_dtype == tf.float16
   scale = inner.wire_scale if is_float16 else None
-  wire = wire_lib.Wire(engine, settings.wire_dtype, scale)
+  reducer = gradient_reducer.GradientReducer(engine, settings.wire_dtype, scale)
   if settings.shard_update:
     kind = sharded.choose_kind(inner.innermost, settings.shard_update)
     # A program may load the optimizer on one device, whatever the groups are.
@@ -350,6 +350,6 @@ def _make_update(
       # Vectorized replicas update a variable in one operation, so that there is
       # no work to divide.
       if kind == "by_variable" and engine.is_spmd and not engine.is_compiled:
-        return replicated.Update(inner, wire, tables)
-      return _SHARDED[kind](inner, wire, tables, settings.skip_nonfinite)
-  return replicated.Update(inner, wire, tables)
+        return replicated.Update(inner, reducer, tables)
+      return _SHARDED[kind](inner, reducer, tables, settings.skip_nonfinite)
+  return replicated.Update(inner, reducer, tables)

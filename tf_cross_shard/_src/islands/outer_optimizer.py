@@ -34,7 +34,7 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
@@ -137,7 +137,7 @@ class OuterOptimizer(group_callback.GroupCallback):
     super().__init__()
     every = group_callback.check_count("every", every, 1, "steps")
     warmup = group_callback.check_count("warmup", warmup, 0, "steps")
-    packing.as_wire_dtype(wire_dtype)
+    compression.as_wire_dtype(wire_dtype)
     self._every = every
     self._optimizer = optimizer
     self._warmup = warmup

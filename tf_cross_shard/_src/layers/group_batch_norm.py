@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import reduce, settings, single_program
-from tf_cross_shard._src.core.reduce import wire
+from tf_cross_shard._src.core.reduce import gradient_reducer
 
 
 # The layers for Keras 3 and tf_keras derive from this class, then from the
@@ -127,7 +127,7 @@ class GroupBatchNorm:
 
     @tf.custom_gradient
     def add_up(*tensors: tf.Tensor) -> Any:
-      sums = wire.Wire(engine).sum(tensors)
+      sums = gradient_reducer.GradientReducer(engine).reduce(tensors)
       return sums, lambda *upstream: self._sum(*upstream)
 
     return add_up(*tensors)

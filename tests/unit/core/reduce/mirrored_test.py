@@ -101,7 +101,7 @@ def test_half_precision_is_added_in_float32(in_cond: bool, eager: bool) -> None:
     own = tf.constant([1.0, 2.0**-11] * 2, tf.float16)[testbed.replica_id()]
 
     def reduce() -> tf.Tensor:
-      [total] = engine.all_reduce_narrow([own])
+      [total] = engine.all_reduce_accumulate_f32([own])
       return tf.cast(total, tf.float32)
 
     return tf.cond(own > 0, reduce, lambda: 0.0) if in_cond else reduce()

@@ -76,7 +76,9 @@ class Engine(abc.ABC):
     All members of a group receive the same bits.
     """
 
-  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_reduce_accumulate_f32(
+    self, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
     """Sums tensors; adds half-precision tensors in float32.
 
     An engine that cannot add in float32 adds in the dtype of the tensors.
@@ -157,7 +159,7 @@ class Engine(abc.ABC):
 
     The vector has `group_size * n` elements, and the part n.
     """
-    [total] = self.all_reduce_narrow([row])
+    [total] = self.all_reduce_accumulate_f32([row])
     part = total.shape[0] // self.groups.group_size
     return tf.slice(total, [self.position() * part], [part])
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients import compression, packing
 from tf_cross_shard._src.core.reduce import (
   collective_ops,
   isolation,
@@ -101,7 +101,7 @@ class Mirrored(collective_ops.CollectiveEngine):
         # copies[i][m]: tensor i of member m.
         return _add_widened([cut.of(copy) for copy in copies[cut.index]])
 
-      is_half = tensors[0].dtype in packing.WIRE_DTYPES
+      is_half = tensors[0].dtype in compression.WIRE_DTYPES
       dtype = tf.float32 if is_half else tensors[0].dtype
       by_member = []
       for place, member in enumerate(members):
@@ -126,9 +126,11 @@ class Mirrored(collective_ops.CollectiveEngine):
       return self.all_gather([part])[0]
     return super().all_gather_part(part)
 
-  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_reduce_accumulate_f32(
+    self, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
     if not self._merges_here():
-      return super().all_reduce_narrow(tensors)
+      return super().all_reduce_accumulate_f32(tensors)
     return self._sum(tensors, _add_widened)
 
   def _caller(self) -> tuple[groups_lib.Groups, int, str]:
@@ -216,6 +218,6 @@ class Mirrored(collective_ops.CollectiveEngine):
 
 
 def _add_widened(parts: list[tf.Tensor]) -> tf.Tensor:
-  if parts[0].dtype in packing.WIRE_DTYPES:
+  if parts[0].dtype in compression.WIRE_DTYPES:
     parts = [tf.cast(part, tf.float32) for part in parts]
   return tf.add_n(parts)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import (
@@ -76,7 +76,9 @@ class MultiWorker(collective_ops.CollectiveEngine):
     first = index * len(self._devices)
     return range(first, first + len(self._devices))
 
-  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_reduce_accumulate_f32(
+    self, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
     """Sums tensors.
 
     Groups of 3 to 11 members add half-precision tensors in float32.
@@ -93,7 +95,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
       return self.all_reduce_sum(tensors)
     return [
       self._sum_of_parts(tensor)
-      if tensor.dtype in packing.WIRE_DTYPES
+      if tensor.dtype in compression.WIRE_DTYPES
       else self.all_reduce_sum([tensor])[0]
       for tensor in tensors
     ]

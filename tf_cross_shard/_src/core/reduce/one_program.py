@@ -26,7 +26,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import packing
+from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine, isolation
 
@@ -100,7 +100,9 @@ class OneProgram(engine.Engine):
     repeated = tf.concat([tensor] * self.groups.group_size, axis=0)
     return self._program.all_to_all(repeated, _in_order(self.groups))
 
-  def all_reduce_narrow(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+  def all_reduce_accumulate_f32(
+    self, tensors: Sequence[tf.Tensor]
+  ) -> list[tf.Tensor]:
     return self.all_reduce_sum(list(map(self._widened, tensors)))
 
   def _widened(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -109,7 +111,7 @@ class OneProgram(engine.Engine):
     A TPU adds in the dtype of the tensors. Replicas on one device send nothing,
     so that a wider sum costs nothing.
     """
-    is_wide = self.is_compiled or tensor.dtype not in packing.WIRE_DTYPES
+    is_wide = self.is_compiled or tensor.dtype not in compression.WIRE_DTYPES
     return tensor if is_wide else tf.cast(tensor, tf.float32)
 
   def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:

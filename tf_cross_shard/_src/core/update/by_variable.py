@@ -33,8 +33,8 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import fused
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
-from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.update import saved_state, sharded
 
@@ -51,18 +51,18 @@ class ByVariableUpdate(sharded.ShardedUpdate):
   def __init__(
     self,
     inner: inner_lib.Inner,
-    wire: wire_lib.Wire,
+    reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
   ) -> None:
-    if wire.engine.is_spmd:
+    if reducer.engine.is_spmd:
       raise NotImplementedError(
         "`shard_update` divides the weights by variable, but all TPU replicas"
         " run one program, so a replica cannot do work that the others do not."
         " Remove `shard_update`, or use an optimizer whose update of each"
         " element depends only on that element."
       )
-    super().__init__(inner, wire, tables, skips_nonfinite)
+    super().__init__(inner, reducer, tables, skips_nonfinite)
 
   def _bucket_key(self, variable: Variable) -> Hashable:
     return variables_lib.native(variable).dtype

@@ -21,7 +21,7 @@ from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
-from tf_cross_shard._src.core.reduce import wire as wire_lib
+from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.update import rows as rows_lib
 
 
@@ -32,8 +32,8 @@ class Update:
 
   Attributes:
     inner: The user's optimizer.
-    wire: Sums gradients over the group.
-    engine: The engine of `wire`.
+    reducer: Sums gradients over the group.
+    engine: The engine of `reducer`.
     tables: The embedding tables that are updated by rows.
     sharding: How the weights are divided: "elementwise" or "by_variable"; None
       if every member updates all weights.
@@ -46,12 +46,12 @@ class Update:
   def __init__(
     self,
     inner: inner_lib.Inner,
-    wire: wire_lib.Wire,
+    reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
   ) -> None:
     self.inner = inner
-    self.wire = wire
-    self.engine = wire.engine
+    self.reducer = reducer
+    self.engine = reducer.engine
     self.tables = tables
     self.checkpointed: Any = inner.optimizer
 
@@ -66,7 +66,7 @@ class Update:
     sums = sum over r in group of grads_r
     """
     del variables
-    return self.wire.sum(grads)
+    return self.reducer.reduce(grads)
 
   def cut(
     self, sums: Sequence[Gradient], variables: Sequence[Variable]

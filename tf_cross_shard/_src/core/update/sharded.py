@@ -33,8 +33,8 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.inner import fused, overriding
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
-from tf_cross_shard._src.core.reduce import wire as wire_lib
 from tf_cross_shard._src.core.update import replicated, saved_state
 from tf_cross_shard._src.core.update import rows as rows_lib
 
@@ -75,11 +75,11 @@ class ShardedUpdate(replicated.Update):
   def __init__(
     self,
     inner: inner_lib.Inner,
-    wire: wire_lib.Wire,
+    reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
   ) -> None:
-    super().__init__(inner, wire, tables)
+    super().__init__(inner, reducer, tables)
     self._skips_nonfinite = skips_nonfinite
     self._all_variables: list[Variable] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
@@ -147,13 +147,13 @@ class ShardedUpdate(replicated.Update):
   ) -> list[Gradient]:
     if self._norm_limits():
       # A norm needs the whole gradient, so the group sums whole gradients.
-      return self.cut(self.wire.sum(grads), variables)
+      return self.cut(self.reducer.reduce(grads), variables)
     table_grads, by_bucket = self._sort_gradients(grads, variables)
-    table_sums = self.wire.sum(table_grads)
+    table_sums = self.reducer.reduce(table_grads)
     # Backpropagation computes the gradients of the last layers first. So start
     # with the last bucket, and return the parts in the order of the buckets.
     parts = [
-      self.wire.sum_part(flat_grads, bucket.layout)
+      self.reducer.reduce_part(flat_grads, bucket.layout)
       for bucket, flat_grads in zip(
         self.buckets[::-1], by_bucket[::-1], strict=True
       )

@@ -21,7 +21,7 @@ from tf_cross_shard import (
   virtual_tpu,
 )
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard._src.core.reduce import wire
+from tf_cross_shard._src.core.reduce import gradient_reducer
 
 MARKS = [1.0, 2.0, 4.0, 8.0]  # A sum tells which replicas are in it.
 SUMS = [5.0, 10.0, 5.0, 10.0]  # of replicas 0 and 2, and of 1 and 3
@@ -46,7 +46,9 @@ def test_sum_of_dense_sparse_and_none_gradients_keeps_order() -> None:
   engines = fake_engine.engines()
 
   def reduce(engine: fake_engine.FakeEngine) -> list[Any]:
-    return wire.Wire(engine).sum(_mixed(MARKS[engine.replica]))
+    return gradient_reducer.GradientReducer(engine).reduce(
+      _mixed(MARKS[engine.replica])
+    )
 
   for sums, total in zip(fake_engine.run(reduce, engines), SUMS, strict=True):
     np.testing.assert_array_equal(sums[0], [total, 2 * total])
@@ -66,7 +68,7 @@ def test_sum_of_dense_sparse_and_none_gradients_keeps_order() -> None:
 def test_groups_of_one_send_nothing() -> None:
   [engine, _] = fake_engine.engines(groups_lib.singletons(2))
   grads = _mixed(1.0)
-  sums = wire.Wire(engine).sum(grads)
+  sums = gradient_reducer.GradientReducer(engine).reduce(grads)
   assert engine.sent == []
   assert sums[0] is grads[0]
   assert sums[2] is grads[2]

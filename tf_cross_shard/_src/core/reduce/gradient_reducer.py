@@ -1,10 +1,10 @@
 """Sums gradients over the group, exactly or in half precision.
 
-    dense gradients     narrow ▶ pack ▶ all-reduce ▶ unpack ▶ widen
-    sparse gradients    narrow ▶ all-gather rows ▶ widen
+    dense gradients     compress ▶ pack ▶ all-reduce ▶ unpack ▶ decompress
+    sparse gradients    compress ▶ all-gather rows ▶ decompress
 
-"Narrow" rounds a gradient to the half-precision dtype of the wire, if you chose
-one, and "widen" converts the sum back.
+To compress is to round a gradient to the half-precision `wire_dtype`, if you
+chose one.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.gradients import packing, row_sparse
+from tf_cross_shard._src.core.gradients import compression, packing, row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.reduce import layout as layouts
 
 
-class Wire:
+class GradientReducer:
   """Sums gradients over a group; rounds them to `wire_dtype` to send them.
 
   Attributes:
@@ -41,7 +41,7 @@ class Wire:
     self._dtype = dtype
     self._scale = scale or (lambda: None)
 
-  def sum(self, grads: Sequence[Gradient]) -> list[Gradient]:
+  def reduce(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Sums every gradient over this replica's group.
 
         result[i] = sum over r in group of grads_r[i]
@@ -73,7 +73,7 @@ class Wire:
       sums = [row_sparse.times(grad, 1.0 / scale) for grad in sums]
     return sums
 
-  def sum_part(
+  def reduce_part(
     self, grads: Sequence[tf.Tensor], layout: layouts.Layout
   ) -> tf.Tensor:
     """Returns this member's part, `[part_size]`, of the sums of flat gradients.
@@ -83,8 +83,8 @@ class Wire:
     scale = self._scale()
     factor = 1.0 if scale is None else scale
     scaled = [row_sparse.times(grad, factor) for grad in grads]
-    narrow = packing.narrow(scaled, self._dtype)
-    part = tf.cast(self.engine.reduce_part(narrow, layout), grads[0].dtype)
+    compressed = compression.compress(scaled, self._dtype)
+    part = tf.cast(self.engine.reduce_part(compressed, layout), grads[0].dtype)
     return part if scale is None else part / tf.cast(scale, part.dtype)
 
   def _sum_dense(self, wide: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -92,17 +92,19 @@ class Wire:
     engine = self.engine
     if not wide or engine.groups.group_size == 1:
       return list(wide)
-    # Narrow before packing: narrowing a packed buffer would copy it once more.
-    narrow = packing.narrow(wide, self._dtype)
-    add_up = engine.all_reduce_narrow if self._dtype else engine.all_reduce_sum
+    # Before packing: to compress a packed buffer would copy it once more.
+    compressed = compression.compress(wide, self._dtype)
+    add_up = (
+      engine.all_reduce_accumulate_f32 if self._dtype else engine.all_reduce_sum
+    )
     if engine.bucket_bytes is None:  # The engine packs, or needs no packing.
-      sums = add_up(narrow)
+      sums = add_up(compressed)
     else:
-      buffers, unpack = packing.pack(narrow, engine.bucket_bytes)
+      buffers, unpack = packing.pack(compressed, engine.bucket_bytes)
       # The backward pass computes the gradients of the last layers first. Sum
       # these gradients first, while it still computes the others.
       sums = unpack(add_up(buffers[::-1])[::-1])
-    return packing.widen(sums, wide)
+    return compression.decompress(sums, wide)
 
   def _sum_sparse(
     self, grads: Sequence[tf.IndexedSlices]
@@ -112,8 +114,8 @@ class Wire:
       return list(grads)
     # One all-gather for the values and indices of all gradients.
     parts = [part for grad in grads for part in (grad.values, grad.indices)]
-    gathered = packing.widen(
-      self.engine.all_gather(packing.narrow(parts, self._dtype)), parts
+    gathered = compression.decompress(
+      self.engine.all_gather(compression.compress(parts, self._dtype)), parts
     )
     return [
       tf.IndexedSlices(values, indices, grad.dense_shape)
