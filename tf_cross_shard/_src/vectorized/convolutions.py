@@ -93,7 +93,6 @@ def _can_concatenate(
   """
   return (
     call.get_attr("data_format") == b"NHWC"
-    and isinstance(vectorizer.num_rows(call.pfor), int)
     and x.shape[-1] is not None
     and x.shape[-1] == filters.shape[-2]  # Otherwise it has groups already.
     and not (with_groups and kernels.is_compiled())
@@ -134,7 +133,7 @@ def _concatenate(stack: tf.Tensor) -> tf.Tensor:
 def _split(call: Call, together: tf.Tensor) -> Any:
   """`[a, b, c, N * d]` to `[N, a, b, c, d]`."""
   *others, last = tf.unstack(tf.shape(together), 4)
-  n = vectorizer.num_rows(call.pfor)
+  n = vectorizer.num_models(call)
   stack = tf.transpose(
     tf.reshape(together, tf.stack([*others, n, last // n])), [3, 0, 1, 2, 4]
   )

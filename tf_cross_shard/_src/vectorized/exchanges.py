@@ -1,25 +1,29 @@
-"""Exchanges between data-parallel replicas, inside a replica's program.
+"""Exchanges between data-parallel replicas, and their converters.
 
-They add XLA's operations to the graph being traced. So the graph is the program
-of a TPU replica. `converters` vectorizes it for this device.
+The exchanges add XLA's operations to the graph being traced. So the graph is
+the program of a TPU replica. The converters make sums over the entries of a
+group of replicas of them.
 """
 
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-from tensorflow.core.framework import attr_value_pb2
 
 from tf_cross_shard._src.vectorized import replica_context
+from tf_cross_shard._src.vectorized.vectorizer import (
+  Call,
+  converts,
+  stacked,
+  wrap,
+)
 
 # The name scope of all-to-all exchanges. TensorFlow has no all-to-all operation
 # that it can lower for CPUs, so the graph contains a sum in this name scope,
 # which stands for the exchange.
 ALL_TO_ALL: Final = "CrossReplicaAllToAll"
-# The attribute of an identity operation that stands for the value of another
-# replica: for each replica, the number of that replica.
-TAKEN_FROM: Final = "_taken_from_replica"
 
 
 def cross_replica_sum(
@@ -60,11 +64,7 @@ def first_of_group(
   for members in group_assignment:
     for member in members:
       taken_from[member] = members[0]
-  marked = tf.identity(tensor)
-  numbers = attr_value_pb2.AttrValue.ListValue(i=taken_from)
-  attribute = attr_value_pb2.AttrValue(list=numbers)
-  marked.op._set_attr(TAKEN_FROM, attribute)  # noqa: SLF001  # No public way.
-  return marked
+  return replica_context.taken_from(tensor, taken_from)
 
 
 class DataParallelContext(replica_context.TracedReplicaContext):
@@ -124,3 +124,77 @@ def gather(
   is_own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
   spread = tf.where(is_own, words[None], tf.zeros([], words.dtype))
   return tf.bitcast(cross_replica_sum(spread, group_assignment), dtype)
+
+
+# Converters.
+
+
+class _Groups:
+  """The groups of an exchange.
+
+  Attributes:
+    assignment: `[groups, size]`: the members of each group.
+    group_of: `[N]`: the group of each replica.
+    position: `[N]`: the place of each replica in its group.
+  """
+
+  def __init__(self, call: Call) -> None:
+    if call.pfor.mask is not None:
+      raise NotImplementedError(
+        "Replicas exchange values inside a conditional that only some of them"
+        " enter. Move the exchange out of it."
+      )
+    self.assignment = np.asarray(tf.get_static_value(call.op.inputs[1]))
+    self.size = self.assignment.shape[1]
+    self.group_of = np.zeros(self.assignment.size, np.int32)
+    self.position = np.zeros(self.assignment.size, np.int32)
+    for group, members in enumerate(self.assignment):
+      self.group_of[members] = group
+      self.position[members] = np.arange(self.size)
+
+  def sums(self, rows: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of each group's rows, `[groups, ...]`."""
+    dtype = rows.dtype
+    # As the other engines do: add half precision in float32.
+    if dtype in (tf.bfloat16, tf.float16):
+      rows = tf.cast(rows, tf.float32)
+    members = [tf.gather(rows, self.assignment[:, i]) for i in range(self.size)]
+    return tf.cast(tf.add_n(members), dtype)
+
+
+@converts("XlaAllReduce")
+def _all_reduce(call: Call) -> Any:
+  if ALL_TO_ALL in call.op.name:
+    return _all_to_all(call)
+  groups, (value, is_stacked, _) = _Groups(call), call.input(0)
+  if not is_stacked:
+    return [wrap(value * tf.cast(groups.size, value.dtype), False)]
+  if groups.size == 1:
+    return [wrap(value, True)]
+  sums = groups.sums(value)
+  if len(groups.assignment) == 1:
+    return [wrap(sums[0], False)]
+  return [wrap(tf.gather(sums, groups.group_of), True)]
+
+
+@converts("XlaReduceScatter")
+def _reduce_scatter(call: Call) -> Any:
+  groups, own = _Groups(call), stacked(call, 0)
+  parts = tf.reshape(
+    groups.sums(own), [len(groups.assignment), groups.size, -1]
+  )
+  places = np.stack([groups.group_of, groups.position], 1)
+  return [wrap(tf.gather_nd(parts, places), True)]
+
+
+def _all_to_all(call: Call) -> Any:
+  groups, own = _Groups(call), stacked(call, 0)
+  shape = tf.shape(own)
+  # slices[r, i] is what replica r sends to member i of its group.
+  slices = tf.reshape(
+    own, tf.concat([[groups.assignment.size, groups.size, -1], shape[2:]], 0)
+  )
+  senders = groups.assignment[groups.group_of]  # [N, size]
+  receiver = np.broadcast_to(groups.position[:, np.newaxis], senders.shape)
+  received = tf.gather_nd(slices, np.stack([senders, receiver], -1))
+  return [wrap(tf.reshape(received, shape), True)]

@@ -57,7 +57,7 @@ def _adagrad(x: Values) -> dict[str, Any]:
   accum = x["accum"]
   if x["update_slots"]:
     accum += x["grad"] * x["grad"]
-  root = _root(accum) + x.get("epsilon", 0.0)
+  root = tf.sqrt(accum) + x.get("epsilon", 0.0)
   return {"accum": accum, "var": x["var"] - x["lr"] * x["grad"] / root}
 
 
@@ -68,7 +68,7 @@ def _rmsprop(x: Values) -> dict[str, Any]:
   if "mg" in x:  # Centered.
     new["mg"] = x["mg"] + (grad - x["mg"]) * keep
     variance -= new["mg"] * new["mg"]
-  step = x["lr"] * grad / _root(variance + x["epsilon"])
+  step = x["lr"] * grad / tf.sqrt(variance + x["epsilon"])
   new["mom"] = x["momentum"] * x["mom"] + step
   return {**new, "var": x["var"] - new["mom"]}
 
@@ -76,7 +76,7 @@ def _rmsprop(x: Values) -> dict[str, Any]:
 def _adadelta(x: Values) -> dict[str, Any]:
   grad, rho, epsilon = x["grad"], x["rho"], x["epsilon"]
   accum = rho * x["accum"] + (1 - rho) * grad * grad
-  root = _root((x["accum_update"] + epsilon) / (accum + epsilon))
+  root = tf.sqrt((x["accum_update"] + epsilon) / (accum + epsilon))
   update = root * grad
   accum_update = rho * x["accum_update"] + (1 - rho) * update * update
   return {
@@ -89,7 +89,7 @@ def _adadelta(x: Values) -> dict[str, Any]:
 def _ftrl(x: Values) -> dict[str, Any]:
   var, grad, lr = x["var"], x["grad"], x["lr"]
   accum = x["accum"] + grad * grad
-  power, power_before = (_power(a, -x["lr_power"]) for a in (accum, x["accum"]))
+  power, power_before = (tf.pow(a, -x["lr_power"]) for a in (accum, x["accum"]))
   shrunk = grad + 2 * x["l2_shrinkage"] * var if "l2_shrinkage" in x else grad
   linear = x["linear"] + shrunk - (power - power_before) / lr * var
   divisor = power / lr + 2 * x["l2"]
@@ -112,18 +112,6 @@ _FORMULAS: Final[dict[str, Callable[[Values], dict[str, Any]]]] = {
   "Ftrl": _ftrl,
   "FtrlV2": _ftrl,
 }
-
-
-def _root(x: tf.Tensor) -> tf.Tensor:
-  """Returns a root, so that quotients have the same bits at every place."""
-  return converters.in_lanes("Sqrt", x)
-
-
-def _power(base: tf.Tensor, exponent: Any) -> tf.Tensor:
-  """Returns a power; it has the same bits at every place in a tensor."""
-  if isinstance(exponent, float) and exponent == 0.5:
-    return _root(base)
-  return converters.in_lanes("Pow", base, exponent + tf.zeros_like(base))
 
 
 def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
@@ -154,7 +142,7 @@ def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
       if name in handles:
         values[name] = converters.values_of(call, i)
       elif name in ("grad", "delta"):
-        values[name] = converters.rows(call, i)
+        values[name] = vectorizer.stacked(call, i)
         rank = values[name].shape.rank
       else:
         values[name] = _number(given.t)
@@ -165,7 +153,7 @@ def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
     changed = formula(values)
     return tf.group(
       *(
-        converters.assign_rows(call, handles[name], value)
+        converters.assign_stack(call, handles[name], value)
         for name, value in changed.items()
       )
     )

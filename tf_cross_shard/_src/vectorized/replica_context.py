@@ -4,6 +4,7 @@ The number of the replica is an operation in the graph being traced.
 `converters` gives each replica its own.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -12,6 +13,9 @@ from tensorflow.core.framework import attr_value_pb2
 
 # The attribute of an identity operation whose input all replicas have.
 SAME: Final = "_same_on_all_replicas"
+# The attribute of an identity operation that returns the value of another
+# replica: for each replica, the number of that replica.
+TAKEN_FROM: Final = "_taken_from_replica"
 _MARK: Final = "tf_cross_shard_replica_program"
 
 
@@ -38,9 +42,18 @@ def same_on_all_replicas(tensor: tf.Tensor) -> tf.Tensor:
 
   A condition on this value takes one branch, with all replicas in it.
   """
+  return _marked(tensor, SAME, attr_value_pb2.AttrValue(b=True))
+
+
+def taken_from(tensor: tf.Tensor, replicas: Sequence[int]) -> tf.Tensor:
+  """Returns the value that replica `replicas[i]` has, on replica i."""
+  numbers = attr_value_pb2.AttrValue.ListValue(i=replicas)
+  return _marked(tensor, TAKEN_FROM, attr_value_pb2.AttrValue(list=numbers))
+
+
+def _marked(tensor: tf.Tensor, name: str, value: Any) -> tf.Tensor:
   marked = tf.identity(tensor)
-  attribute = attr_value_pb2.AttrValue(b=True)
-  marked.op._set_attr(SAME, attribute)  # noqa: SLF001  # There is no public way.
+  marked.op._set_attr(name, value)  # noqa: SLF001  # There is no public way.
   return marked
 
 

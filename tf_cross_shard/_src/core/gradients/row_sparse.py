@@ -9,12 +9,14 @@ The gradient of an embedding lookup holds only the rows that were looked up:
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
 
 from tf_cross_shard._src.core.keras_types import Variable
 
-# The name scope of operations that add up rows. VectorizedStrategy, whose
-# tensors have static shapes, converts the `tf.unique` in this scope.
-MERGE: Final = "MergeDuplicates"
+# The attribute of a `tf.unique` whose positions only tell which rows to add up.
+# VectorizedStrategy, whose tensors have static shapes, converts it without
+# dropping an index.
+MERGE: Final = "_merges_duplicates"
 
 
 def merge_duplicates(slices: Any) -> Any:
@@ -46,12 +48,14 @@ def merge_duplicates(slices: Any) -> Any:
   # operation.
   if rows.shape == [1] or _is_unique(rows):
     return slices
-  with tf.name_scope(MERGE):
-    # position[k] is the place in `indices` of the index of row k.
-    indices, position = tf.unique(rows)
-    values = tf.math.unsorted_segment_sum(
-      slices.values, position, tf.shape(indices)[0]
-    )
+  # position[k] is the place in `indices` of the index of row k.
+  indices, position = tf.unique(rows)
+  if tf.is_symbolic_tensor(indices):
+    mark = attr_value_pb2.AttrValue(b=True)
+    indices.op._set_attr(MERGE, mark)  # noqa: SLF001  # There is no public way.
+  values = tf.math.unsorted_segment_sum(
+    slices.values, position, tf.shape(indices)[0]
+  )
   return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 

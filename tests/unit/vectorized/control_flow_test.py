@@ -1,0 +1,243 @@
+"""Loops that models leave one by one, and loops inside of conditionals.
+
+Each test compares the models with calls of the same function on variables
+without a strategy.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import VectorizedStrategy
+
+TRIPS = [3, 0, 1, 4]
+N = len(TRIPS)
+START = np.random.default_rng(0).uniform(0.2, 0.9, [3, 3]).astype("f4")
+
+# Receives a variable of the shape [3, 3], the number of the iteration, and a
+# tensor of the shape [3, 3], and returns the next tensor.
+Body = Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor]
+
+
+def _compare(step: Any, jit: bool | None = None, rtol: float = 1e-5) -> None:
+  """Compares the results and variables of `step(variable, trips, x)`."""
+  strategy = VectorizedStrategy(N, split_batches=False)
+  with strategy.scope():
+    variable = tf.Variable(START)
+  trips = testbed.per_replica(strategy, TRIPS)
+  inputs = [START * (1 + i / 8) for i in range(N)]
+  x = testbed.per_replica(strategy, inputs)
+
+  def run(trips: Any, x: Any) -> Any:
+    return strategy.run(lambda *args: step(variable, *args), (trips, x))
+
+  result = tf.function(run, jit_compile=jit, autograph=False)(trips, x)
+  for i in range(N):
+    plain = tf.Variable(START)
+    expected = tf.function(
+      lambda *args, v=plain: step(v, *args), autograph=False
+    )(tf.constant(TRIPS[i]), tf.constant(inputs[i]))
+    tf.nest.map_structure(
+      lambda got, want, i=i: np.testing.assert_allclose(
+        strategy.experimental_local_results(got)[i], want, rtol, 1e-6
+      ),
+      result,
+      expected,
+    )
+    np.testing.assert_allclose(testbed.copies(variable)[i], plain, rtol, 1e-6)
+
+
+def _loop(body: Body, v: Any, trips: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+  return tf.while_loop(
+    lambda i, _: i < trips,
+    lambda i, a: (i + 1, body(v, i, a)),
+    [tf.constant(0), x],
+  )[1]
+
+
+def _nested_loop(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  return tf.while_loop(
+    lambda j, _: j < i, lambda j, b: (j + 1, tf.sin(b) + v), [0, a]
+  )[1]
+
+
+def _scattered(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  return tf.tensor_scatter_nd_add(a, [[i % 3, 0]], [1.0])
+
+
+def _assigned(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  v.assign_add(tf.ones_like(a) * tf.cast(i + 1, tf.float32))
+  return a * v
+
+
+def _assigned_row(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  v[i % 3].assign(a[0])
+  return a + 1.0
+
+
+def _scattered_row(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  v.scatter_update(tf.IndexedSlices(a[:1], [i % 3]))
+  return a + 1.0
+
+
+def _written(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  array = tf.TensorArray(tf.float32, 5, element_shape=[3, 3])
+  return array.write(i, a).stack()[i] * 2.0
+
+
+def _asserted(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  """Fails in an iteration after the model's last one."""
+  tf.debugging.assert_less(tf.reduce_max(a), 4.5)
+  return a + 1.0
+
+
+def _inverse(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  return tf.linalg.inv(a + 3.0 * tf.eye(3))
+
+
+def _chosen(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  return tf.cond(a[0, 0] > 0.5, lambda: tf.sin(a), lambda: a * v)
+
+
+def _chosen_slice(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  """Slices beyond the end where the branch is not taken."""
+  return tf.cond(i < 3, lambda: a * a[i], lambda: a * 0.5)
+
+
+def _chosen_assignment(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  return tf.cond(i < 2, lambda: a + v.assign_add(a), lambda: a * 1.5)
+
+
+def _from_host(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  result = tf.numpy_function(lambda b: b * 2.0, [a], tf.float32)
+  return tf.ensure_shape(result, [3, 3])
+
+
+BODIES: dict[str, Body] = {
+  "add": lambda v, i, a: a + v,
+  "tanh": lambda v, i, a: tf.tanh(a),
+  "exp and log": lambda v, i, a: tf.math.log(1.0 + tf.exp(a)),
+  "pow": lambda v, i, a: a**1.5,
+  "rsqrt": lambda v, i, a: tf.math.rsqrt(1.0 + a * a),
+  "division": lambda v, i, a: a / (1.0 + v),
+  "integer division": lambda v, i, a: a * tf.cast(7 // (i + 1), tf.float32),
+  "floor": lambda v, i, a: a + tf.floor(a),
+  "where": lambda v, i, a: tf.where(a > 0.5, a, v),
+  "clip": lambda v, i, a: tf.clip_by_value(a + 0.5, 0.0, 1.0),
+  "cast": lambda v, i, a: a * tf.cast(i, tf.float32),
+  "sum": lambda v, i, a: a + tf.reduce_sum(a, 0),
+  "mean": lambda v, i, a: a + tf.reduce_mean(a),
+  "max": lambda v, i, a: a - tf.reduce_max(a, 1, keepdims=True),
+  "logsumexp": lambda v, i, a: a - tf.reduce_logsumexp(a),
+  "norm": lambda v, i, a: a / tf.norm(a),
+  "argmax": lambda v, i, a: a + tf.cast(tf.argmax(a), tf.float32),
+  "matmul": lambda v, i, a: tf.matmul(a, v),
+  "matmul of own": lambda v, i, a: tf.matmul(a, a, transpose_b=True),
+  "einsum": lambda v, i, a: tf.einsum("ij,jk->ki", a, v),
+  "batch matmul": lambda v, i, a: (a[None] @ v[None])[0],
+  "gather": lambda v, i, a: tf.gather(a, [2, 0, 1]),
+  "gather own": lambda v, i, a: a + tf.gather(a, i % 3),
+  "gather beyond the end": lambda v, i, a: (
+    a + tf.gather(tf.constant([1.0, 2.0, 3.0, 4.0]), i)
+  ),
+  "slice own": lambda v, i, a: a + a[i % 3],
+  "slice beyond the end": lambda v, i, a: a + tf.range(4.0)[i],
+  "gather of a variable": lambda v, i, a: a + tf.gather(v, i % 3),
+  "gather_nd": lambda v, i, a: a + tf.gather_nd(a, [[i % 3, 1]]),
+  "scatter": _scattered,
+  "one hot": lambda v, i, a: a + tf.one_hot(i, 3),
+  "concat": lambda v, i, a: tf.concat([a[1:], v[:1]], 0),
+  "stack": lambda v, i, a: tf.stack([a, v])[0] + tf.unstack(a)[1],
+  "split": lambda v, i, a: tf.concat(tf.split(a, 3, 1)[::-1], 1),
+  "transpose": lambda v, i, a: tf.transpose(a) + v,
+  "reshape": lambda v, i, a: tf.reshape(tf.reshape(a, [-1])[::-1], [3, 3]),
+  "tile": lambda v, i, a: tf.tile(a[:1], [3, 1]) * v,
+  "pad": lambda v, i, a: tf.pad(a[:2], [[1, 0], [0, 0]]) + v,
+  "squeeze": lambda v, i, a: a + tf.squeeze(a[:1]),
+  "expand": lambda v, i, a: a[..., None][..., 0] * 2.0,
+  "reverse": lambda v, i, a: tf.reverse(a, [0]),
+  "roll": lambda v, i, a: tf.roll(a, 1, 0),
+  "cumsum": lambda v, i, a: tf.cumsum(a) / 3.0,
+  "sort": lambda v, i, a: tf.sort(a * v),
+  "top k": lambda v, i, a: a + tf.math.top_k(a, 1)[0],
+  "band": lambda v, i, a: tf.linalg.band_part(a, 1, 0) + v,
+  "diagonal": lambda v, i, a: a + tf.linalg.diag(tf.linalg.diag_part(a)),
+  "softmax": lambda v, i, a: tf.nn.softmax(a),
+  "log softmax": lambda v, i, a: tf.nn.log_softmax(a),
+  "relu": lambda v, i, a: tf.nn.relu(a - 0.5) + 0.1,
+  "gelu": lambda v, i, a: tf.nn.gelu(a),
+  "bias": lambda v, i, a: tf.nn.bias_add(a, v[0]),
+  "cross entropy": lambda v, i, a: (
+    a + tf.nn.softmax_cross_entropy_with_logits(v, a)
+  ),
+  "moments": lambda v, i, a: a - tf.nn.moments(a, [0])[0],
+  "segments": lambda v, i, a: tf.math.unsorted_segment_sum(a, [0, 2, 0], 3),
+  "convolution": lambda v, i, a: tf.nn.conv2d(
+    a[None, ..., None], v[..., None, None], 1, "SAME"
+  )[0, ..., 0],
+  "inverse": _inverse,
+  "cholesky": lambda v, i, a: tf.linalg.cholesky(
+    a @ tf.transpose(a) + tf.eye(3)
+  ),
+  "stateless random": lambda v, i, a: (
+    a + tf.random.stateless_uniform([3, 3], [i, 1])
+  ),
+  "nested loop": _nested_loop,
+  "nested condition": _chosen,
+  "condition of a slice": _chosen_slice,
+  "array": _written,
+}
+EFFECTS: dict[str, Body] = {
+  "assign": _assigned,
+  "assign a row": _assigned_row,
+  "scatter a row": _scattered_row,
+  "assertion": _asserted,
+  "assign in a condition": _chosen_assignment,
+  "host": _from_host,
+  "check": lambda v, i, a: tf.debugging.check_numerics(a, "") + 1.0,
+}
+_WITHOUT_GRADIENT = {"argmax"}
+_NOT_COMPILED = {"host", "assertion"}
+
+
+@pytest.mark.parametrize("name", [*BODIES, *EFFECTS])
+def test_a_loop_that_models_leave_one_by_one(name: str) -> None:
+  body = {**BODIES, **EFFECTS}[name]
+  _compare(lambda v, n, x: _loop(body, v, n, x))
+
+
+@pytest.mark.parametrize("name", [*BODIES, *EFFECTS])
+def test_a_loop_that_some_models_enter(name: str) -> None:
+  body = {**BODIES, **EFFECTS}[name]
+
+  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    two = tf.constant(2)
+    return tf.cond(n > 1, lambda: _loop(body, v, two, x), lambda: x * 2.0)
+
+  _compare(step)
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("some_enter", [False, True])
+def test_gradients_of_loops(name: str, some_enter: bool) -> None:
+  if name in _WITHOUT_GRADIENT:
+    pytest.skip("TensorFlow has no gradient of its own.")
+
+  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> Any:
+    with tf.GradientTape() as tape:
+      tape.watch(x)
+      if some_enter:
+        y = tf.cond(
+          n > 1, lambda: _loop(BODIES[name], v, n, x), lambda: x * 2.0
+        )
+      else:
+        y = _loop(BODIES[name], v, n, x)
+      loss = tf.reduce_sum(y * y)
+    of_x, of_v = tape.gradient(loss, [x, v])
+    return of_x, x if of_v is None else tf.convert_to_tensor(of_v)
+
+  _compare(step, rtol=1e-4)

@@ -1,0 +1,95 @@
+"""A private copy of TensorFlow's vectorizer, the module pfor.
+
+pfor keeps its converters in dictionaries of its module. A copy of the module
+takes this package's converters, so that `tf.vectorized_map` and jacobians, also
+those in other threads, find TensorFlow's converters as they are.
+
+pfor itself is private. This package was tested with TensorFlow 2.16 to 2.21.
+"""
+
+import builtins
+import functools
+import importlib.util
+import sys
+import types
+from typing import Any, Final
+
+import tensorflow as tf
+
+_NAME: Final = "tensorflow.python.ops.parallel_for.pfor"
+# The names of pfor that this package uses.
+_NEEDED: Final = (
+  *("PFor", "PForConfig", "WrappedTensor", "wrap", "_create_op", "logging"),
+  *("_fallback_converter", "_pfor_converter_registry", "force_stateful_ops"),
+  "passthrough_stateful_ops",
+)
+
+
+class _Log:
+  """Takes the place of pfor's log, which prints hundreds of lines of an error.
+
+  The error gets an attribute `operation`: the operation that pfor was
+  converting.
+  """
+
+  def error(self, message: str, *args: Any) -> None:
+    error = sys.exc_info()[1]
+    operations = [x for x in args if isinstance(x, tf.Operation)]
+    if operations and not hasattr(error, "operation"):
+      error.operation = operations[0]  # type: ignore[union-attr]
+
+  def ignore(self, *args: Any) -> None:
+    pass
+
+  debug = info = warning = warn = vlog = ignore
+
+
+@functools.cache
+def load() -> Any:
+  """Returns the copy of pfor.
+
+  Raises:
+    NotImplementedError: If TensorFlow lacks pfor, or a part of it.
+  """
+  try:
+    module = _copy()
+  except (ImportError, AttributeError, TypeError) as error:
+    raise _unsupported(str(error)) from error
+  missing = [name for name in _NEEDED if not hasattr(module, name)]
+  if missing:
+    raise _unsupported(f"it lacks {', '.join(missing)}")
+  module.logging = _Log()
+  return module
+
+
+def _copy() -> Any:
+  """Runs the code of pfor in a new module, which `sys.modules` does not list.
+
+  The code defines a command-line flag, which only one module may do. So its
+  import of `flags` gets a module whose flags are not registered.
+  """
+  spec = importlib.util.find_spec(_NAME)
+  if spec is None or spec.loader is None:
+    raise ImportError(f"there is no module {_NAME}")
+  flags = types.SimpleNamespace(DEFINE_bool=lambda *args: None)
+
+  def import_module(name: str, *args: Any, **kwargs: Any) -> Any:
+    found = builtins.__import__(name, *args, **kwargs)
+    if name != "tensorflow.python.platform" or args[2] != ("flags",):
+      return found
+    return types.SimpleNamespace(flags=flags)
+
+  module = importlib.util.module_from_spec(spec)
+  names = vars(module)
+  names["__builtins__"] = {**vars(builtins), "__import__": import_module}
+  code = spec.loader.get_code(_NAME)  # type: ignore[attr-defined]
+  exec(code, names)
+  return module
+
+
+def _unsupported(reason: str) -> NotImplementedError:
+  return NotImplementedError(
+    "VectorizedStrategy uses private parts of TensorFlow 2.16 to 2.21, which"
+    f" TensorFlow {tf.__version__} does not have: {reason}. Use"
+    " local_strategy(n, vectorized=False)."
+  )
