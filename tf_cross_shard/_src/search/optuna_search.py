@@ -78,6 +78,11 @@ class OptunaSearch(group_callback.GroupMonitor):
   >>> loss = best.evaluate(x, 5 * x, verbose=0)
   >>> len(study.trials), bool(np.isclose(loss, study.best_value, atol=1e-6))
   (6, True)
+
+  Attributes:
+    study: The study. You can assign another one before a `fit`.
+    trials: The number of trials of the next `fit`.
+    epochs: The number of epochs of a trial.
   """
 
   def __init__(
