@@ -9,6 +9,7 @@ every group as a separate model.
 - `GroupReduceLROnPlateau`: lowers each group's own learning rate
 - `GroupCheckpoint`: keeps each group's best weights in one file
 - `GroupTensorBoard`: writes one TensorBoard run for each group
+- `OptunaSearch`: trains the trials of an Optuna study in the groups
 - `OuterOptimizer`: synchronizes the groups every few steps (DiLoCo)
 - `BackupAndRestore`: resumes `fit` after a crash
 
@@ -56,6 +57,7 @@ from tf_cross_shard._src.fit.group_metrics import GroupMetrics
 from tf_cross_shard._src.fit.group_reduce_lr import GroupReduceLROnPlateau
 from tf_cross_shard._src.fit.group_tensorboard import GroupTensorBoard
 from tf_cross_shard._src.islands.outer_optimizer import OuterOptimizer
+from tf_cross_shard._src.search.optuna_search import OptunaSearch
 
 __all__ = [
   "BackupAndRestore",
@@ -64,6 +66,7 @@ __all__ = [
   "GroupMetrics",
   "GroupReduceLROnPlateau",
   "GroupTensorBoard",
+  "OptunaSearch",
   "OuterOptimizer",
 ]
 __dir__ = _catalogue.publish(globals())

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import optuna
 import pytest
+import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tests.support import programs
@@ -272,3 +274,27 @@ def test_help_succeeds_and_wrong_flags_end_before_training(
   assert found == {line: str(code) for line, code in expected.items()}, output
   assert "must be a file in a folder that exists" in output
   assert "--groups must divide 3, the replicas of all workers" in output
+
+
+def test_two_processes_share_a_search(data_dir: Path) -> None:
+  flags = ["--trials=6", "--models=3", "--epochs=2"]
+  path = f"--folder={data_dir}/search"
+  command = [str(EXAMPLES / "search_digits.py"), *flags, path]
+  command += [f"--data_dir={data_dir}", f"--picture={data_dir}/other.png"]
+  with programs.started(command, data_dir) as finish:
+    output = run_example("search_digits.py", data_dir, *flags, path)
+    finish()
+  [(count, best)] = re.findall(
+    r"The best of (\d+) trials has ([\d.]+)%", output
+  )
+  assert 6 <= int(count) <= 12
+  assert float(best) > 50
+  found = tf.keras.models.load_model(data_dir / "search/best.keras")
+  assert found.count_params() == 8_970
+  journal = optuna.storages.journal.JournalFileBackend(
+    str(data_dir / "search/study.log")
+  )
+  [study] = optuna.get_all_study_summaries(
+    optuna.storages.JournalStorage(journal)
+  )
+  assert study.n_trials == 12

@@ -16,7 +16,7 @@ from tests.support import pages, workers
 
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
-  "docs/callbacks.md": 3,
+  "docs/callbacks.md": 2,
   "docs/coming_from.md": 1,
   "docs/custom_loops.md": 2,
   "docs/embeddings.md": 1,
@@ -25,6 +25,7 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/limits.md": 1,
   "docs/quickstart.md": 1,
   "docs/saving.md": 1,
+  "docs/search.md": 1,
   "docs/updates.md": 5,
   "docs/vectorized.md": 1,
   "docs/virtual_tpu.md": 1,

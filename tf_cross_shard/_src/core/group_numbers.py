@@ -318,7 +318,7 @@ class GroupValue:
 
   def create(self, num_groups: int, strategy: tf.distribute.Strategy) -> None:
     """Creates the numbers, which are 0, and their variable."""
-    if self.numbers is None:
+    if self.numbers is None or len(self.numbers) != num_groups:
       self.numbers = GroupNumbers(f"values/{self.name}", [0.0] * num_groups)
     self.numbers.create(strategy)
 

@@ -409,7 +409,9 @@ def _clonable(config: Any, named: Mapping[str, Any], group: int) -> Any:
     arguments.pop("group_assignment", None)
     arguments.pop("groups", None)
     if "rates" in arguments:
-      arguments["rate"] = arguments.pop("rates")[group]
+      # Before a search begins, there are no rates.
+      rates = arguments.pop("rates")
+      arguments["rate"] = rates[group] if rates else 0.0
     config = {
       **config,
       "module": "keras.layers",

@@ -1,0 +1,465 @@
+"""`callbacks.OptunaSearch`: each trial equals a plain fit with its settings."""
+
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import optuna
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  callbacks,
+  groups,
+  layers,
+  replica_state,
+)
+
+_RNG = np.random.default_rng(0)
+X = _RNG.normal(size=(64, 4)).astype("float32")
+Y = (X[:, :1] * X[:, 1:2] + X[:, 2:3]).astype("float32")
+TRAIN, VALIDATION = (X[:48], Y[:48]), (X[48:], Y[48:])
+EPOCHS = 3
+SETTINGS = [
+  {"learning_rate": 0.03, "beta_1": 0.9, "dropout": 0.5},
+  {"learning_rate": 0.001, "beta_1": 0.5, "dropout": 0.0},
+  {"learning_rate": 0.01, "beta_1": 0.8, "dropout": 0.25},
+  {"learning_rate": 0.1, "beta_1": 0.0, "dropout": 0.125},
+  {"learning_rate": 0.02, "beta_1": 0.7, "dropout": 0.75},
+]
+State = optuna.trial.TrialState
+
+
+class Killed(BaseException):
+  """Stands for SIGKILL: no `except Exception` catches it."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+  level = optuna.logging.get_verbosity()
+  optuna.logging.set_verbosity(optuna.logging.WARNING)
+  yield
+  optuna.logging.set_verbosity(level)
+
+
+def make_study(settings: Any = SETTINGS, **options: Any) -> optuna.Study:
+  """Returns a study that asks for these settings, one after the other."""
+  study = optuna.create_study(**options)
+  if not study.trials:
+    for each in settings:
+      study.enqueue_trial(each)
+  return study
+
+
+def suggest(trial: optuna.Trial) -> dict[str, float]:
+  return {
+    "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e6, log=True),
+    "beta_1": trial.suggest_float("beta_1", 0.0, 0.99),
+    "dropout": trial.suggest_float("dropout", 0.0, 0.9),
+  }
+
+
+def network(dropout: Callable[[], Any]) -> Any:
+  keras.utils.set_random_seed(1)
+  return keras.Sequential(
+    [
+      keras.Input((4,)),
+      keras.layers.Dense(8, "tanh"),
+      keras.layers.BatchNormalization(),
+      dropout(),
+      keras.layers.Dense(1),
+    ]
+  )
+
+
+def strategies() -> dict[str, Callable[[], Any]]:
+  return {
+    "vectorized": lambda: VectorizedStrategy(2, split_batches=False),
+    "mirrored": lambda: testbed.mirrored(2),
+  }
+
+
+def grouped(search: Any, strategy: Any, dropout: Any = None) -> Any:
+  """Returns a model of two groups, whose settings the search changes."""
+  make = dropout or (lambda: layers.GroupDropout(search.value("dropout")))
+  with strategy.scope():
+    model = network(make)
+    adam = keras.optimizers.Adam(0.5, epsilon=1e-3)
+    singles = groups.singletons(2)
+    model.compile(CrossShardOptimizer(adam, group_assignment=singles), "mse")
+  return model
+
+
+def data(is_mirrored: bool = False) -> tf.data.Dataset:
+  """Batches of 16; replicas of a MirroredStrategy both get 8 equal ones."""
+  found = tf.data.Dataset.from_tensor_slices(TRAIN).batch(8)
+  if is_mirrored:  # Both replicas receive the same eight examples.
+    found = found.map(lambda x, y: (tf.tile(x, [2, 1]), tf.tile(y, [2, 1])))
+  return found
+
+
+def run(
+  search: Any, model: Any, *others: Any, is_mirrored: bool = False
+) -> list[float]:
+  judge = callbacks.GroupMetrics(VALIDATION, ensemble=False)
+  with tf.device("CPU"):
+    history = model.fit(
+      data(is_mirrored),
+      epochs=search.most_epochs,
+      verbose=0,
+      callbacks=[judge, search, *others],
+    )
+  return list(history.epoch)
+
+
+def plain_values(settings: dict[str, float], epochs: int = EPOCHS) -> Any:
+  """Returns the values of a plain fit, and its model at the best epoch."""
+  model = network(lambda: keras.layers.Dropout(0.5))
+  # Keras' Dropout(0.0) draws no seed, so that the next layer draws another one.
+  model.layers[2].rate = settings["dropout"]
+  adam = keras.optimizers.Adam(
+    settings["learning_rate"], settings["beta_1"], epsilon=1e-3
+  )
+  model.compile(adam, "mse")
+  best = keras.callbacks.EarlyStopping(
+    patience=99, restore_best_weights=True, monitor="val_loss"
+  )
+  history = model.fit(
+    data(),
+    validation_data=VALIDATION,
+    epochs=epochs,
+    verbose=0,
+    callbacks=[best],
+  ).history
+  return history["val_loss"], model
+
+
+def values_of(trial: Any) -> list[float]:
+  return [trial.intermediate_values[i] for i in range(trial.last_step + 1)]
+
+
+@pytest.mark.parametrize("kind", ["vectorized", "mirrored"])
+def test_each_trial_equals_a_plain_fit(
+  kind: str, tmp_path: pathlib.Path
+) -> None:
+  """Five trials in two groups: weights, slots and seeds begin anew."""
+  study = make_study()
+  search = callbacks.OptunaSearch(
+    study, suggest, trials=5, epochs=EPOCHS, folder=tmp_path / "best"
+  )
+  traces = []
+
+  def dropout() -> Any:
+    made = layers.GroupDropout(search.value("dropout"))
+    call = made.call
+
+    def counted(*args: Any, **options: Any) -> Any:
+      traces.append(1)
+      return call(*args, **options)
+
+    made.call = counted
+    return made
+
+  is_mirrored = kind == "mirrored"
+  model = grouped(search, strategies()[kind](), dropout)
+  run(search, model, is_mirrored=is_mirrored)
+  count = len(traces)
+  assert search.most_epochs == 5 * EPOCHS
+  best = math.inf, None
+  for trial, settings in zip(study.trials, SETTINGS, strict=True):
+    assert trial.params == settings
+    assert trial.state == State.COMPLETE
+    right, plain = plain_values(settings)
+    np.testing.assert_allclose(values_of(trial), right, rtol=1e-5)
+    assert trial.value == min(values_of(trial))
+    if trial.value < best[0]:
+      best = trial.value, plain
+  assert best[1] is not None
+  assert study.best_value == best[0]
+  found = search.best_model()
+  for mine, right in zip(
+    found.get_weights()[:8], best[1].get_weights()[:8], strict=True
+  ):
+    np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
+  assert found.layers[2].rate == study.best_params["dropout"]
+  # A second search in the same program traces nothing.
+  search.study = make_study()
+  run(search, model, is_mirrored=is_mirrored)
+  assert len(traces) == count
+
+
+def test_groups_begin_as_they_were() -> None:
+  """Groups with different weights: trial i has those of its group."""
+  one = {**SETTINGS[0], "dropout": 0.0}
+  study = make_study([one] * 4)
+  search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  [kernel, *_] = model.trainable_variables
+  kernel = getattr(kernel, "value", kernel)
+  for i, copy in enumerate(kernel.values):
+    copy.assign(copy.numpy() * (1 + i))
+  run(search, model)
+  first, second, third, fourth = map(values_of, study.trials)
+  assert first == third != second == fourth
+
+
+def test_pruned_and_failed_trials_make_room() -> None:
+  """A trial that is not finite fails alone; the next one begins at once."""
+  settings = [dict(SETTINGS[2]) for _ in range(5)]
+  settings[1]["learning_rate"] = 1e6
+  settings[1]["dropout"] = 0.0
+
+  class Pruner(optuna.pruners.BasePruner):
+    def prune(self, study: Any, trial: Any) -> bool:
+      return trial.number == 2 and trial.last_step == 1
+
+  study = make_study(settings, pruner=Pruner())
+  search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
+
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  epochs = run(search, model)
+  states = [trial.state.name for trial in study.trials]
+  assert states == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE"]
+  assert [t.last_step for t in study.trials] == [2, 0, 1, 2, 2]
+  # Group 0 trains trials 0 and 3, group 1 trials 1, 2 and 4.
+  assert len(epochs) == 6
+  right, _ = plain_values(settings[4])
+  np.testing.assert_allclose(values_of(study.trials[4]), right, rtol=1e-5)
+
+
+def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
+  study = make_study()
+  search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  judge = callbacks.GroupMetrics(VALIDATION, ensemble=False)
+  model.fit(data(), epochs=4, verbose=0, callbacks=[judge, search])
+  [message] = [m for m in caplog.messages if "before the search" in m]
+  assert "2 of 5 trials were told as failed, and 1 were not started" in message
+  states = [trial.state.name for trial in study.trials]
+  assert states == ["COMPLETE", "COMPLETE", "FAIL", "FAIL", "WAITING"]
+
+
+@pytest.mark.parametrize("batch", [20, 32, 39, 46])
+@pytest.mark.parametrize("every", ["epoch", 4])
+def test_a_killed_search_goes_on(
+  tmp_path: pathlib.Path, batch: int, every: Any
+) -> None:
+  """Values, weights and the number of trials are as without the kill."""
+
+  def start(name: str, *others: Any) -> tuple[Any, Any]:
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / name))
+    study = make_study(
+      storage=optuna.storages.JournalStorage(backend),
+      study_name="search",
+      load_if_exists=True,
+    )
+    search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
+    model = grouped(search, VectorizedStrategy(2, split_batches=False))
+    backup = callbacks.BackupAndRestore(
+      tmp_path / f"backup_{name}", every=every, delete_checkpoint=False
+    )
+    run(search, model, *others, backup)
+    return study, search
+
+  class Kill(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, kills_after_search: bool) -> None:
+      super().__init__()
+      self.left, self.at_end = batch, kills_after_search
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+      self.left -= 1
+      if self.left == 0 and not self.at_end:
+        raise Killed
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+      # After the search has told and asked, before the backup.
+      if self.left <= 0:
+        raise Killed
+
+  right, whole = start("whole")
+  with pytest.raises(Killed):
+    start("killed", Kill(kills_after_search=batch % 2 == 1))
+  study, search = start("killed")
+  expected = {str(t.params): values_of(t) for t in right.trials}
+  kept = [t for t in study.trials if "tf_cross_shard_again" not in t.user_attrs]
+  assert {t.state for t in kept} == {State.COMPLETE}
+  assert {str(t.params): values_of(t) for t in kept} == expected
+  assert len(kept) == 5
+  again = [t for t in study.trials if t not in kept]
+  assert {t.state for t in again} <= {State.FAIL}
+  for mine, other in zip(
+    search.best_model().get_weights(),
+    whole.best_model().get_weights(),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(mine, other)
+
+
+def test_two_searches_share_a_study(tmp_path: pathlib.Path) -> None:
+  """The second search sees the trials of the first one, and its weights."""
+  study, folder = make_study(), tmp_path / "weights"
+  for trials in (3, 2):
+    search = callbacks.OptunaSearch(
+      study, suggest, trials=trials, epochs=EPOCHS, folder=folder
+    )
+    model = grouped(search, VectorizedStrategy(2, split_batches=False))
+    run(search, model)
+  assert [t.state for t in study.trials] == [State.COMPLETE] * 5
+  best = search.best_model()
+  best.compile(loss="mse")
+  loss = best.evaluate(*VALIDATION, verbose=0)
+  assert loss == pytest.approx(study.best_value, 1e-5)
+  path = folder / f"trial_{study.best_trial.number}.npz"
+  plain = network(lambda: keras.layers.Dropout(0.5))
+  replica_state.read_group(path, 0, plain)
+  plain.compile(loss="mse")
+  assert plain.evaluate(*VALIDATION, verbose=0) == pytest.approx(loss, 1e-6)
+
+
+class Scale(keras.layers.Layer):  # type: ignore[misc]
+  """A layer of the user's, which reads a setting in its call."""
+
+  def __init__(self, read: Callable[[], Any]) -> None:
+    super().__init__()
+    self._read = read
+
+  def call(self, x: Any) -> Any:
+    return x * (1.0 - self._read() / 2)
+
+
+def test_layers_of_the_user_read_settings() -> None:
+  study = make_study([])
+  search = callbacks.OptunaSearch(
+    *(study, lambda trial: {"scale": 0.5 + trial.number}), trials=3, epochs=1
+  )
+  strategy = VectorizedStrategy(2, split_batches=False)
+  model = grouped(
+    search, strategy, lambda: Scale(lambda: search.value("scale"))
+  )
+  judge = callbacks.GroupMetrics(
+    VALIDATION, ensemble=False, twin=lambda: compiled(search)
+  )
+  model.fit(data(), epochs=9, verbose=0, callbacks=[judge, search])
+  found = []
+  for i in range(3):
+    plain = network(lambda i=i: Scale(lambda: 0.5 + i))
+    plain.compile(keras.optimizers.Adam(0.5, epsilon=1e-3), "mse")
+    plain.fit(data(), verbose=0)
+    found.append(plain.evaluate(*VALIDATION, verbose=0))
+  values = [trial.value for trial in study.trials]
+  np.testing.assert_allclose(values, found, rtol=1e-5)
+
+
+def compiled(search: Any) -> Any:
+  made = network(lambda: Scale(lambda: search.value("scale")))
+  made.compile(loss="mse")
+  return made
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "words"),
+  [
+    ({"study": "s"}, TypeError, "`study` must be an optuna.Study; got 's'"),
+    ({"suggest": {}}, TypeError, "`suggest` must be a function"),
+    ({"trials": 0}, ValueError, "`trials` must be an integer of at least 1"),
+    ({"epochs": 1.5}, ValueError, "`epochs` must be an integer of at least 1"),
+    ({"mode": "max"}, ValueError, "direction is 'minimize', but 'val_loss'"),
+    ({"monitor": "val_loss/group_0"}, ValueError, "Remove '/group_0'"),
+  ],
+)
+def test_invalid_arguments(
+  options: Any, error: type[Exception], words: str
+) -> None:
+  given = {"study": make_study(), "suggest": suggest, "trials": 1, "epochs": 1}
+  given |= options
+  with pytest.raises(error, match=words):
+    callbacks.OptunaSearch(given.pop("study"), given.pop("suggest"), **given)
+
+
+def test_several_objectives() -> None:
+  study = optuna.create_study(directions=["minimize", "maximize"])
+  with pytest.raises(ValueError, match="2 objectives"):
+    callbacks.OptunaSearch(study, suggest, trials=1, epochs=1)
+
+
+def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+  study = make_study()
+  monkeypatch.setitem(sys.modules, "optuna", None)
+  with pytest.raises(ImportError, match=r"pip install 'tf-cross-shard\[optuna"):
+    callbacks.OptunaSearch(study, suggest, trials=1, epochs=1)
+
+
+@pytest.mark.parametrize(
+  ("returned", "words"),
+  [
+    ([0.1], r"`suggest` must return a dictionary .*; got \[0.1\]"),
+    ({"learning_rate": math.nan}, "dictionary of finite numbers"),
+    ({"learning_rate": "0.1"}, "dictionary of finite numbers"),
+    ({"momentum_1": 0.5}, r"Nothing reads the setting 'momentum_1'"),
+    ({"beta1": 0.5, "dropout": 0}, r"did you mean 'beta_1'\?"),
+    ({"weight_decay": 0.5}, "Adam.weight_decay is None"),
+    ({"beta_1": 0.5}, "reads search.value.'dropout'.*Add 'dropout' to"),
+  ],
+)
+def test_wrong_settings(returned: Any, words: str) -> None:
+  """An error; no trial stays behind as running."""
+  study = make_study([])
+  search = callbacks.OptunaSearch(study, lambda _: returned, trials=4, epochs=2)
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  with pytest.raises(ValueError, match=words):
+    run(search, model)
+  assert {trial.state for trial in study.trials} <= {State.FAIL}
+
+
+def test_other_names_in_a_later_trial() -> None:
+  study = make_study([])
+  search = callbacks.OptunaSearch(
+    study,
+    lambda t: {"dropout": 0.5} | ({"beta_1": 0.5} if t.number else {}),
+    trials=2,
+    epochs=1,
+  )
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  with pytest.raises(ValueError, match="the same names for each trial"):
+    run(search, model)
+
+
+def test_other_callbacks() -> None:
+  search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  with pytest.raises(ValueError, match="Remove GroupEarlyStopping"):
+    run(search, model, callbacks.GroupEarlyStopping())
+  search = callbacks.OptunaSearch(
+    make_study(), suggest, trials=4, epochs=2, monitor="val_nothing"
+  )
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  with pytest.raises(ValueError, match="needs 'val_nothing/group_0'"):
+    run(search, model)
+
+
+def test_a_direction_that_keras_decides_otherwise() -> None:
+  study = make_study([], direction="maximize")
+  search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  with pytest.raises(ValueError, match=r"create_study\(direction='minimize'"):
+    run(search, model)
+  assert not study.trials
+
+
+def test_fewer_trials_than_groups() -> None:
+  study = make_study()
+  search = callbacks.OptunaSearch(study, suggest, trials=1, epochs=2)
+  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  assert len(run(search, model)) == 2
+  right, _ = plain_values(SETTINGS[0], epochs=2)
+  np.testing.assert_allclose(values_of(study.trials[0]), right, rtol=1e-5)

@@ -1,0 +1,1 @@
+"""Hyperparameter searches: an Optuna study drives the groups of one `fit`."""

@@ -1,0 +1,547 @@
+"""`OptunaSearch`: an Optuna study drives the groups of one `fit`.
+
+    study.ask ─▶ group i: initial state, the trial's settings ─▶ epochs ─┐
+        ▲                                                                │
+        └──── tell ◀── pruned, failed, or all epochs ◀── report ◀────────┘
+
+A group whose trial ends starts the next trial at once. The settings are
+variables that a step reads, so that nothing is traced again.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from absl import logging
+
+from tf_cross_shard._src.core import group_numbers
+from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.fit import group_callback, group_rates
+from tf_cross_shard._src.replica_state import (
+  archive,
+  group_models,
+  group_state,
+  paths,
+)
+from tf_cross_shard._src.search import study as study_lib
+
+_RATE: Final = "learning_rate"
+Weights = dict[str, archive.Array]
+
+
+class OptunaSearch(group_callback.GroupMonitor):
+  """Searches hyperparameters: an Optuna study drives the groups of one `fit`.
+
+  Each group trains one trial at a time, from the state that the group has when
+  `fit` begins: weights, slots, iteration count and random numbers. After each
+  epoch it reports `monitor` to the study. When its trial ends, the group takes
+  the next one, and nothing is traced again. A trial ends after `epochs` epochs,
+  when the study's pruner says so, or when its value is not finite, which fails
+  this trial alone. The value of a trial is that of its best epoch.
+
+  Samplers, pruners, storages and curves are Optuna's. With a
+  `VectorizedStrategy`, ask TPE for `constant_liar=True`, so that it does not
+  suggest one place to all groups.
+
+  >>> import numpy as np, optuna, tensorflow as tf
+  >>> from tf_cross_shard import CrossShardOptimizer, VectorizedStrategy
+  >>> from tf_cross_shard import callbacks, groups
+  >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
+  >>> def suggest(trial):
+  ...   return {"learning_rate": trial.suggest_float("rate", 1e-3, 0.5)}
+  >>> study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+  >>> search = callbacks.OptunaSearch(study, suggest, trials=6, epochs=4)
+  >>> with VectorizedStrategy(3, split_batches=False).scope():
+  ...   model = tf.keras.Sequential(
+  ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
+  ...   )
+  ...   model.compile(
+  ...     CrossShardOptimizer("sgd", group_assignment=groups.singletons(3)),
+  ...     "mse",
+  ...   )
+  >>> x = np.ones([8, 1], "float32")
+  >>> _ = model.fit(
+  ...   *(x, 5 * x),
+  ...   epochs=search.most_epochs,
+  ...   verbose=0,
+  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), search],
+  ... )
+  >>> best = search.best_model()
+  >>> best.compile(loss="mse")
+  >>> loss = best.evaluate(x, 5 * x, verbose=0)
+  >>> len(study.trials), bool(np.isclose(loss, study.best_value, atol=1e-6))
+  (6, True)
+
+  Attributes:
+    study: The study. You can assign another one before a `fit`.
+    trials: The number of trials of the next `fit`.
+    epochs: The number of epochs of a trial.
+  """
+
+  def __init__(
+    self,
+    study: Any,
+    suggest: Callable[[Any], Mapping[str, float]],
+    *,
+    trials: int,
+    epochs: int,
+    monitor: str = "val_loss",
+    mode: group_callback.Mode = "auto",
+    folder: Any = None,
+  ) -> None:
+    """Creates a search.
+
+    Args:
+      study: An `optuna.Study` with one objective. Several processes may share
+        it.
+      suggest: A function of an `optuna.Trial` that returns the trial's
+        settings, a dictionary of numbers, with the same names for each trial:
+        `"learning_rate"`, any name of the optimizer's `group_settings`, or a
+        setting of the model, which reads it by `value`.
+      trials: The number of trials that this `fit` trains.
+      epochs: The number of epochs of a trial.
+      monitor: The metric that is reported, as `GroupMetrics` names it, without
+        the suffix `/group_0`.
+      mode: `"min"`, `"max"`, or `"auto"`. The study's `direction` must agree.
+      folder: A folder for the weights of the best trials. None keeps them in
+        memory. Processes that share a study can share the folder.
+
+    Raises:
+      ImportError: If Optuna is not installed.
+      TypeError: If `study` is not a study, or `suggest` is not a function.
+      ValueError: If the study has several objectives, if its direction is not
+        `mode`, or if another argument is invalid.
+    """
+    super().__init__(monitor, mode)
+    optuna = study_lib.import_optuna()
+    if not isinstance(study, optuna.Study):
+      raise TypeError(f"`study` must be an optuna.Study; got {study!r}.")
+    if len(study.directions) != 1:
+      raise ValueError(
+        f"`study` has {len(study.directions)} objectives, but OptunaSearch"
+        " reports one. Use create_study(direction=...)."
+      )
+    if not callable(suggest):
+      raise TypeError(
+        "`suggest` must be a function of a trial that returns a dictionary of"
+        f" numbers; got {suggest!r}."
+      )
+    self.study = study
+    self.trials = group_callback.check_count("trials", trials, 1, "trials")
+    self.epochs = group_callback.check_count("epochs", epochs, 1, "epochs")
+    self._suggest = suggest
+    self._folder = None if folder is None else paths.as_path(folder, "folder")
+    if self._folder is not None:
+      paths.make_folder(self._folder)
+    self._values: dict[str, group_numbers.GroupValue] = {}
+    self._trials = study_lib.Trials(study, suggest)
+    if mode != "auto":
+      self._check_mode({"min": -1.0, "max": 1.0}[mode])
+    self._reset()
+
+  def _reset(self) -> None:
+    self._trials = study_lib.Trials(self.study, self._suggest)
+    self._running: list[study_lib.Running | None] = []
+    # By name, the initial values of each group, and its best weights.
+    self._initial: Weights = {}
+    self._kept: list[Weights] = []
+    # The best complete trial of this process, and its weights.
+    self._best: study_lib.Running | None = None
+    self._weights: Weights = {}
+
+  @property
+  def most_epochs(self) -> int:
+    """How many epochs to pass to `fit`, which the search ends itself."""
+    return self.trials * self.epochs
+
+  def value(self, name: str) -> group_numbers.GroupValue:
+    """Returns a setting of the model, which layers use like a number.
+
+    In a replica, it is the number that `suggest` returned for the trial of the
+    replica's group. Outside replicas, it is that of group 0; after
+    `best_model`, that of the best trial. `layers.GroupDropout` accepts it as
+    its rates.
+
+    Args:
+      name: A name in the dictionary that `suggest` returns.
+
+    Returns:
+      An object that TensorFlow and Keras convert to a scalar tensor when a
+      layer computes with it.
+    """
+    value = self._values.get(name)
+    if value is None:
+      value = self._values[name] = group_numbers.GroupValue(name)
+      if self._running:  # A layer asks while the first step is traced.
+        self._write_values()
+    return value
+
+  # Before the first step.
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    """Checks the other callbacks, and notes the state of all groups."""
+    super().on_train_begin(logs)
+    strategy = self.model.distribute_strategy
+    if agreement.of_strategy(strategy) is not None:
+      raise NotImplementedError(
+        f"OptunaSearch does not work under {type(strategy).__name__}, whose"
+        " workers train together. Start one process on each machine with a"
+        " strategy of its own, and let all processes share the study: a search"
+        " in a database, or in a file that all see."
+      )
+    for other in self.same_fit():
+      if other.follows_groups and other is not self:
+        raise ValueError(
+          f"{type(other).__name__} assumes that a group trains one model from"
+          " start to finish, but OptunaSearch trains several trials per group."
+          f" Remove {type(other).__name__}; use a pruner of the study."
+        )
+      if getattr(other, "every", 1) != 1 and other.prefix:
+        raise ValueError(
+          "OptunaSearch needs metrics after each epoch, but GroupMetrics has"
+          f" every={getattr(other, 'every', 1)}. Use every=1."
+        )
+    self._direction()
+    self._reset()
+    self._prepare(self._trials.probe())
+    with strategy.scope():
+      self.model.optimizer.build(self.model.trainable_variables)
+    state = self._state_of_trials()
+    self._initial = {
+      entry.name: np.stack(self._rows(state, entry)) for entry in state.entries
+    }
+
+  def _direction(self) -> float:
+    try:
+      sign = super()._direction()
+    except ValueError:  # Keras does not know the metric.
+      return self._trials.sign
+    self._check_mode(sign)
+    return sign
+
+  def _check_mode(self, sign: float) -> None:
+    if sign != self._trials.sign:
+      words = {1.0: "maximize", -1.0: "minimize"}
+      raise ValueError(
+        f"The study's direction is {words[self._trials.sign]!r}, but"
+        f" {self.monitor!r} is better if it is"
+        f" {'larger' if sign > 0 else 'smaller'} (mode={self.mode!r}). Use"
+        f" create_study(direction={words[sign]!r}), or another `mode`."
+      )
+
+  def _state_of_trials(self) -> group_state.GroupState:
+    """Returns the variables with which a trial begins: not the settings."""
+    optimizer = self.model.optimizer
+    settings = list(names_lib.rate_variables(optimizer))
+    for step in names_lib.steps_of(optimizer):
+      settings += step.group_settings.variables
+    state = self.state_of_groups(with_optimizer=True)
+    ids = set(map(id, settings))
+    state.entries = [e for e in state.entries if id(e.variable) not in ids]
+    return state
+
+  def _rows(
+    self, state: group_state.GroupState, entry: group_state.Entry
+  ) -> list[archive.Array]:
+    """Returns the value of each group, that of its first member."""
+    first = [members[0] for members in state.groups]
+    return state.copies.here(entry.variable, first)
+
+  # Trials.
+
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    """Starts the first trials, unless a backup was restored."""
+    if not self._running:
+      count = len(self.keys)
+      self._running, self._kept = [None] * count, [{} for _ in range(count)]
+      with self._failing():
+        self._start(range(count))
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    """Reports the metrics; groups whose trial has ended take the next one."""
+    with self._failing():
+      if not self.begin(logs):
+        return
+      self._check_names()
+      ended, better = {}, []
+      for group, key in enumerate(self.keys):
+        running = self._running[group]
+        if running is None:
+          continue
+        value = float(logs[f"{self.monitor}/{key}"])
+        if self._trials.report(running, value, self.epochs):
+          ended[group] = running
+        is_best = running.best_epoch == len(running.values) - 1
+        if is_best and self._may_win(running):
+          better.append(group)
+      self._keep(better)
+      for group, running in ended.items():
+        self._finish(group, running)
+      self._start(ended)
+    if not any(self._running):
+      self.model.stop_training = True
+
+  @contextlib.contextmanager
+  def _failing(self) -> Iterator[None]:
+    """Tells the study that running trials failed if there is an error."""
+    try:
+      yield
+    except Exception:
+      self._fail_all()
+      raise
+
+  def _fail_all(self) -> int:
+    left = [running for running in self._running if running is not None]
+    for running in left:
+      self._trials.fail(running)
+    self._running = [None] * len(self._running)
+    return len(left)
+
+  def _start(self, groups: Iterable[int]) -> None:
+    """Gives free groups their next trials: the initial state, the settings."""
+    started = []
+    for group in groups:
+      self._running[group] = None
+      if self._trials.asked < self.trials:
+        self._running[group] = self._trials.ask()
+        started.append(group)
+    if not started:
+      return
+    state = self._state_of_trials()
+    replicas = [r for group in started for r in state.groups.assignment[group]]
+    for entry in state.entries:
+      copies = state.copies.here(entry.variable)
+      for replica in replicas:
+        group = state.groups.index_of(replica)
+        copies[replica] = self._initial[entry.name][group]
+      state.copies.write(entry.variable, copies)
+    group_state.accept_values(self.model.optimizer)
+    self._write_settings()
+
+  def _prepare(self, settings: dict[str, float]) -> None:
+    """Creates the variables of settings, before a step is traced."""
+    if _RATE in settings:
+      group_rates.check(self.model, "OptunaSearch")
+    optimizer = self.model.optimizer
+    before = getattr(optimizer, "group_settings", None) or {}
+    own = {*vars(inner_lib.innermost(optimizer)), *settings_lib.LIMITS}
+    new = (set(settings) & own) - {_RATE, *before, *self._values}
+    if not new:
+      return
+    if not names_lib.steps_of(optimizer):
+      kind = type(optimizer).__name__
+      raise ValueError(
+        f"`suggest` returns {sorted(new)}, but {kind} has one number for all"
+        f" groups. Use CrossShardOptimizer({kind}(...))."
+      )
+    rows = {name: [settings[name]] * len(self.keys) for name in new}
+    optimizer.group_settings = {**before, **rows}
+    if self.model.train_function is not None:
+      # An earlier `fit` has traced a step that does not read them.
+      self.model.make_train_function(force=True)
+
+  def _write_settings(self) -> None:
+    """Sets the settings of all groups to those of their trials."""
+    optimizer = self.model.optimizer
+    rows = getattr(optimizer, "group_settings", None) or {}
+    rates = {_RATE: group_rates.read(self.model)} if self._has(_RATE) else {}
+    if rates:
+      group_rates.write(self.model, self._merged(rates)[_RATE])
+    if self._merged(rows) != rows:
+      optimizer.group_settings = self._merged(rows)
+    self._write_values()
+
+  def _write_values(self) -> None:
+    for name, value in self._values.items():
+      value.create(len(self._running), self.model.distribute_strategy)
+      assert value.numbers is not None
+      row = self._merged({name: value.numbers.read()})[name]
+      value.numbers.assign(row)
+
+  def _has(self, name: str) -> bool:
+    return any(r is not None and name in r.settings for r in self._running)
+
+  def _merged(self, rows: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Returns rows with the numbers of the trials that groups train."""
+    return {
+      name: [
+        old if running is None else running.settings.get(name, old)
+        for old, running in zip(row, self._running, strict=True)
+      ]
+      for name, row in rows.items()
+    }
+
+  def _check_names(self) -> None:
+    """Raises `ValueError` if nothing reads a setting, or none was returned."""
+    first = next(filter(None, self._running), None)
+    if first is None:
+      return
+    optimizer = self.model.optimizer
+    own = getattr(optimizer, "group_settings", None) or {}
+    known = {_RATE, *own, *self._values}
+    for name in set(first.settings) - known:
+      inner = vars(inner_lib.innermost(optimizer))
+      candidates = [*known, *(n for n in inner if not n.startswith("_"))]
+      close = difflib.get_close_matches(name, candidates, 1)
+      meant = f" (did you mean {close[0]!r}?)" if close else ""
+      raise ValueError(
+        f"Nothing reads the setting {name!r} that `suggest` returns. Correct"
+        f" the name{meant}, or read search.value({name!r}) in the model."
+      )
+    for name in set(self._values) - set(first.settings):
+      raise ValueError(
+        f"The model reads search.value({name!r}), but `suggest` returns only"
+        f" {sorted(first.settings)}. Add {name!r} to what it returns."
+      )
+
+  # Weights.
+
+  def _may_win(self, running: study_lib.Running) -> bool:
+    """Returns whether a trial is better than the best complete one."""
+    sign = self._trials.sign
+    return self._best is None or sign * running.best > sign * self._best.best
+
+  def _keep(self, groups: Sequence[int]) -> None:
+    """Keeps the weights of groups whose epoch may be the best of all."""
+    if not groups:
+      return
+    state = self.state_of_groups()
+    for entry in state.entries:
+      copies = state.copies.here(entry.variable)
+      for group in groups:
+        of_members = [copies[r] for r in state.groups.assignment[group]]
+        merged = group_models.merged(entry, of_members)
+        self._kept[group][entry.name] = merged
+
+  def _finish(self, group: int, running: study_lib.Running) -> None:
+    """Keeps the weights of a trial that is the best complete one so far."""
+    weights, self._kept[group] = self._kept[group], {}
+    is_complete = len(running.values) == self.epochs
+    if not (is_complete and weights and self._may_win(running)):
+      return
+    self._best, self._weights = running, weights
+    if self._folder is not None:
+      about = {
+        "format": group_state.FORMAT,
+        "group_assignment": [[0]],
+        "names": list(weights),
+        "values": dataclasses.asdict(running),
+      }
+      arrays = {group_state.key(n, 0): array for n, array in weights.items()}
+      archive.write(self._path(running.number), arrays, about)
+
+  def _path(self, number: int) -> Any:
+    assert self._folder is not None
+    return self._folder / f"trial_{number}.npz"
+
+  def best_model(self) -> Any:
+    """Returns a plain Keras model with the weights of the study's best trial.
+
+    The weights are those of the trial's best epoch. The model is created as by
+    `replica_state.load_group`. After the search, `value` returns the settings
+    of the best trial.
+
+    Raises:
+      ValueError: If no trial is complete, or if another process trained the
+        best trial and its weights are not in `folder`.
+    """
+    try:
+      number = self.study.best_trial.number
+    except ValueError as error:
+      raise ValueError("No trial of the study is complete.") from error
+    settings, weights = self._weights_of(number)
+    if not any(self._running):
+      self._running = [study_lib.Running(number, settings)] * len(self.keys)
+      self._write_values()
+      self._running = [None] * len(self.keys)
+    plain = group_models.load_group(self.model, 0, self.model.optimizer)
+    group_models.assign(self.state_of_groups(), weights, plain)
+    return plain
+
+  def _weights_of(self, number: int) -> tuple[dict[str, float], Weights]:
+    """Returns the settings and the weights of a complete trial."""
+    if self._best is not None and self._best.number == number:
+      return self._best.settings, self._weights
+    if self._folder is None or not self._path(number).exists():
+      raise ValueError(
+        f"The best trial is {number}, whose weights this process does not have."
+        " Pass `folder`, one folder for all processes that share the study."
+      )
+    with archive.reading(self._path(number)) as file:
+      names = file.about["names"]
+      weights = {name: file[group_state.key(name, 0)] for name in names}
+      return file.about["values"]["settings"], weights
+
+  # The end, and backups.
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Tells the study that trials which did not end have failed."""
+    is_begun, left = bool(self._running), self._fail_all()
+    missing = self.trials - self._trials.asked
+    if is_begun and (left or missing):
+      logging.warning(
+        "fit ended before the search: %d of %d trials were told as failed, and"
+        " %d were not started. Call fit(epochs=search.most_epochs), and remove"
+        " callbacks that set stop_training.",
+        *(left, self.trials, missing),
+      )
+
+  def state(self) -> dict[str, Any]:
+    about = {
+      "plan": [self.monitor, self.trials, self.epochs],
+      "fit": self._trials.fit,
+      "running": [r and dataclasses.asdict(r) for r in self._running],
+      "best": self._best and dataclasses.asdict(self._best),
+    }
+    # JSON, which does not round floats, in the form of an array for a file.
+    text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    state = {**super().state(), "search": text}
+    groups = {f"kept_{i}": kept for i, kept in enumerate(self._kept)}
+    for kind, arrays in {
+      "initial": self._initial,
+      "weights": self._weights,
+      **groups,
+    }.items():
+      state |= {f"{kind}/{name}": array for name, array in arrays.items()}
+    return state
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Continues the search of a backup.
+
+    Raises:
+      CheckpointError: If the backup is that of another search.
+    """
+    super().set_state(state)
+    about = json.loads(np.asarray(state["search"], np.uint8).tobytes())
+    plan = [self.monitor, self.trials, self.epochs]
+    if about["plan"] != plan:
+      raise archive.CheckpointError(
+        "The backup belongs to another search: its monitor, trials and epochs"
+        f" are {about['plan']}, but those of OptunaSearch are {plan}. Use the"
+        " same as before, or delete the backup."
+      )
+
+    def arrays(kind: str) -> Weights:
+      start = f"{kind}/"
+      return {
+        name.removeprefix(start): array
+        for name, array in state.items()
+        if name.startswith(start)
+      }
+
+    self._running = [r and study_lib.Running(**r) for r in about["running"]]
+    self._kept = [arrays(f"kept_{i}") for i in range(len(self._running))]
+    self._best = about["best"] and study_lib.Running(**about["best"])
+    self._initial, self._weights = arrays("initial"), arrays("weights")
+    self._trials.resume(about["fit"], self._running)
+    if any(self._running):
+      self._write_settings()
+    else:
+      self.model.stop_training = True

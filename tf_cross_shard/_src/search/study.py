@@ -1,0 +1,204 @@
+"""The trials of one process in an Optuna study.
+
+    ask ─▶ running ─ report ─▶ pruned, failed or complete ─ tell
+
+A killed process leaves trials in the study that its backup does not have: see
+`Trials.resume`.
+"""
+
+import dataclasses
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.replica_state import archive
+
+# The attribute of a trial that says which `fit` trains it.
+_FIT: Final = "tf_cross_shard_fit"
+# The attribute of a failed trial whose settings were asked for again.
+_AGAIN: Final = "tf_cross_shard_again"
+
+
+def import_optuna() -> Any:
+  """Returns the module; raises an `ImportError` that names the extra."""
+  try:
+    import optuna
+  except ImportError as error:
+    raise ImportError(
+      "OptunaSearch needs Optuna. Run: pip install 'tf-cross-shard[optuna]'"
+    ) from error
+  return optuna
+
+
+@dataclasses.dataclass
+class Running:
+  """A trial that a group trains.
+
+  Attributes:
+    number: The number of the trial in the study.
+    settings: What `suggest` returned.
+    values: The monitored value of each epoch.
+    reported: The last epoch that a killed process reported after its backup.
+    is_over: Whether a killed process finished the trial after its backup. The
+      group then trains it again only for its weights.
+    best_epoch: The epoch with the best finite value, from 0; -1 without one.
+  """
+
+  number: int
+  settings: dict[str, float]
+  values: list[float] = dataclasses.field(default_factory=list)
+  reported: int = -1
+  is_over: bool = False
+  best_epoch: int = -1
+
+  @property
+  def best(self) -> float:
+    return self.values[self.best_epoch]
+
+
+class Trials:
+  """Asks a study for trials, and tells it what came of them.
+
+  Attributes:
+    study: The study.
+    fit: Identifies the `fit` whose trials these are.
+    asked: How many trials the study was asked for.
+  """
+
+  def __init__(
+    self, study: Any, suggest: Callable[[Any], Mapping[str, float]]
+  ) -> None:
+    self.study = study
+    self.fit = uuid.uuid4().hex
+    self.asked = 0
+    self._suggest = suggest
+    self._names: set[str] = set()
+    self._optuna = import_optuna()
+    self._states = self._optuna.trial.TrialState
+    self._trials: dict[int, Any] = {}  # The running ones, by number.
+
+  @property
+  def sign(self) -> float:
+    """1.0 if the study maximizes, -1.0 if it minimizes."""
+    return 1.0 if self.study.direction.name == "MAXIMIZE" else -1.0
+
+  def probe(self) -> dict[str, float]:
+    """Returns the settings of a trial that is not one of the study."""
+    level = self._optuna.logging.get_verbosity()
+    self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
+    scratch = self._optuna.create_study()
+    self._optuna.logging.set_verbosity(level)
+    return self._checked(self._suggest(scratch.ask()))
+
+  def ask(self) -> Running:
+    """Returns the next trial; raises `ValueError` for invalid settings."""
+    trial = self.study.ask()
+    trial.set_user_attr(_FIT, self.fit)
+    self.asked += 1
+    self._trials[trial.number] = trial
+    running = Running(trial.number, {})
+    try:
+      running.settings = self._checked(self._suggest(trial))
+    except BaseException:
+      self.fail(running)
+      raise
+    return running
+
+  def report(self, running: Running, value: float, epochs: int) -> bool:
+    """Reports the value of an epoch; returns whether the trial has ended."""
+    step = len(running.values)
+    running.values.append(value)
+    if math.isfinite(value) and (
+      running.best_epoch < 0 or self.sign * (value - running.best) > 0
+    ):
+      running.best_epoch = step
+    if running.is_over:
+      return step >= running.reported
+    trial = self._trials[running.number]
+    if step > running.reported:
+      trial.report(value, step)
+    if not math.isfinite(value):
+      self.fail(running)
+    elif step + 1 == epochs:
+      self._tell(running, f"finished with value: {running.best}", running.best)
+    elif step >= running.reported and trial.should_prune():
+      state = self._states.PRUNED
+      self._tell(running, f"pruned after {step + 1} epochs", state=state)
+    else:
+      return False
+    return True
+
+  def fail(self, running: Running) -> None:
+    """Tells the study that a trial failed, unless it is over."""
+    if not running.is_over:
+      self._tell(running, "failed", state=self._states.FAIL)
+
+  def _tell(
+    self, running: Running, words: str, *value: Any, **how: Any
+  ) -> None:
+    self.study.tell(self._trials.pop(running.number), *value, **how)
+    logger = self._optuna.logging.get_logger("optuna.tf_cross_shard")
+    logger.info("Trial %d %s. %s", running.number, words, running.settings)
+
+  def resume(self, fit: str, running: Sequence[Running | None]) -> None:
+    """Continues after a kill, with the trials that were running in a backup.
+
+    Trials that the study was asked for after the backup are told as failed, and
+    their settings are asked for again.
+
+    Raises:
+      CheckpointError: If the study does not have the trials of the backup.
+    """
+    self.fit = fit
+    own = {
+      trial.number: trial
+      for trial in self.study.get_trials(deepcopy=False)
+      if trial.user_attrs.get(_FIT) == fit
+    }
+    for each in filter(None, running):
+      if each.number not in own:
+        raise archive.CheckpointError(
+          f"The backup has trial {each.number}, but `study` does not. Use a"
+          " study in a file or a database, such as"
+          " create_study(storage='sqlite:///study.db', load_if_exists=True)."
+        )
+      found = own.pop(each.number)
+      each.is_over = found.state.is_finished()
+      each.reported = max(found.intermediate_values, default=-1)
+      if not each.is_over:
+        self._trials[each.number] = self._trial(found)
+    self.asked = sum(each is not None for each in running)
+    for trial in own.values():
+      if trial.state.is_finished():
+        self.asked += _AGAIN not in trial.user_attrs
+        continue
+      self._trial(trial).set_user_attr(_AGAIN, True)
+      self.study.tell(trial.number, state=self._states.FAIL)
+      self.study.enqueue_trial(trial.params)
+
+  def _trial(self, frozen: Any) -> Any:
+    return self._optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001
+
+  def _checked(self, settings: Any) -> dict[str, float]:
+    """Returns the settings of a trial, or raises `ValueError`."""
+    is_valid = isinstance(settings, Mapping) and all(
+      isinstance(name, str)
+      and validation.is_number(value)
+      and math.isfinite(value)
+      for name, value in settings.items()
+    )
+    if not is_valid or not settings:
+      raise ValueError(
+        "`suggest` must return a dictionary of finite numbers, such as"
+        f" {{'learning_rate': 0.1}}; got {settings!r}."
+      )
+    names = self._names = self._names or set(settings)
+    if names != set(settings):
+      raise ValueError(
+        "`suggest` must return the same names for each trial; got"
+        f" {sorted(settings)} after {sorted(names)}. Return a value for each"
+        " name, such as 0.0."
+      )
+    return {name: float(value) for name, value in settings.items()}
