@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
@@ -88,18 +87,6 @@ def values_of(
     entry.name: merged(entry, state.copies.read(entry.variable, members))
     for entry in state.entries
   }
-
-
-def values_of_groups(
-  state: group_state.GroupState,
-) -> dict[str, archive.Array]:
-  """Returns the values of all groups by name, with a row for each group."""
-  values = {}
-  for entry in state.entries:
-    copies = state.copies.read(entry.variable, range(state.groups.num_replicas))
-    rows = [merged(entry, [copies[r] for r in own]) for own in state.groups]
-    values[entry.name] = np.stack(rows)
-  return values
 
 
 def assign(
