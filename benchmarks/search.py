@@ -113,7 +113,7 @@ def stream(task: Task, models: int) -> tuple[int, int, float]:
   search = callbacks.OptunaSearch(
     study, task.suggest, trials=task.trials, epochs=task.epochs
   )
-  with VectorizedStrategy(models, split_batches=False).scope():
+  with VectorizedStrategy(models).scope():
     model = task.network(lambda: layers.GroupDropout(search.value("dropout")))
     adam = keras.optimizers.Adam(0.01)
     model.compile(CrossShardOptimizer(adam, group_assignment=singles), "mse")

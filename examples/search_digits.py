@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     mode="max",
     folder=folder,
   )
-  with VectorizedStrategy(_MODELS.value, split_batches=False).scope():
+  with VectorizedStrategy(_MODELS.value).scope():
     model = tf.keras.Sequential(
       [
         tf.keras.Input(digits_dataset.IMAGE_SHAPE),

@@ -10,6 +10,8 @@ module handle the values of all groups:
 - `read_group`: loads one group of a checkpoint into a plain model
 - `load_group`: returns a plain Keras model with one group's weights
 - `ensemble`: returns a model that averages the groups' predictions
+- `predict`: returns the predictions of all groups
+- `initialize`: gives each group the initial values of its own seed
 - `copy_group`: overwrites one group with a copy of a different group
 - `average`: overwrites the weights of all groups with their mean
 - `assert_in_sync`: raises an error if members of a group differ
@@ -24,8 +26,9 @@ For example, with groups of two replicas that have the weights A and B::
     average        all replicas receive (A + B) / 2
 
 `optimizer` must be built, except for `restore`, which builds it, and for
-`group_values`, `load_group` and `ensemble`. `model` is a built model or a list
-of variables. Without `group_assignment`, all replicas form one group.
+`group_values`, `load_group`, `ensemble`, `predict` and `initialize`. `model` is
+a built model or a list of variables. Without `group_assignment`, all replicas
+form one group.
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import CrossShardOptimizer
@@ -74,6 +77,8 @@ from tf_cross_shard._src.replica_state.group_models import (
   load_group,
 )
 from tf_cross_shard._src.replica_state.group_state import OutOfSyncError
+from tf_cross_shard._src.replica_state.initial_values import initialize
+from tf_cross_shard._src.replica_state.predictions import predict
 from tf_cross_shard._src.replica_state.values import (
   assert_in_sync,
   average,
@@ -89,7 +94,9 @@ __all__ = [
   "copy_group",
   "ensemble",
   "group_values",
+  "initialize",
   "load_group",
+  "predict",
   "read_group",
   "restore",
   "save",

@@ -399,7 +399,7 @@ class _Known(tf.keras.callbacks.Callback):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     self.weights.append(own(self.model.trainable_variables))
     for i, series in enumerate(self._known):
-      logs[f"val_known/group_{i}"] = series[epoch]
+      logs[f"val_mae/group_{i}"] = series[epoch]
 
 
 def group_callbacks(
@@ -421,7 +421,7 @@ def group_callbacks(
   x, y = fit_data(replicas)
   data = batches(x, y if place_of(strategy) == 0 else y + 1.0)
   known = _Known()
-  stop = callbacks.GroupEarlyStopping("val_known", mode="min", patience=1)
+  stop = callbacks.GroupEarlyStopping("val_mae", mode="min", patience=1)
   history = model.fit(
     batches(x, y),
     epochs=len(KNOWN[0]),
@@ -430,7 +430,7 @@ def group_callbacks(
       callbacks.GroupMetrics(data),
       known,
       stop,
-      callbacks.GroupCheckpoint(f"{folder}/best", "val_known", "min"),
+      callbacks.GroupCheckpoint(f"{folder}/best", "val_mae", "min"),
       callbacks.GroupTensorBoard(f"{folder}/curves"),
     ],
   )

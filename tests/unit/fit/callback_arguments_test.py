@@ -28,6 +28,7 @@ def given(kind: str) -> dict[str, Any]:
     ("GroupMetrics", "validation_data", X, TypeError, "Add the targets"),
     ("GroupMetrics", "name", "a/b", ValueError, "a string without a slash"),
     ("GroupMetrics", "every", 0, ValueError, "an integer of at least 1"),
+    ("GroupMetrics", "steps", 0, ValueError, "an integer of at least 1"),
     (
       "GroupEarlyStopping",
       "monitor",
@@ -55,3 +56,11 @@ def test_invalid_arguments_raise_an_error(
   with pytest.raises(error, match=words) as caught:
     getattr(callbacks, kind)(**arguments)
   assert argument in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["every", "batch_size", "steps"])
+def test_without_data_fit_decides_the_rest(
+  argument: str,
+) -> None:
+  with pytest.raises(ValueError, match=f"`{argument}` must be .* got 2"):
+    callbacks.GroupMetrics(**{argument: 2})

@@ -14,20 +14,11 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
   callbacks,
-  groups,
-  per_group,
   schedules,
 )
 
 EPOCHS = 3
 RATES = (cases.RATE, 0.03125)  # of the groups
-HALVES = groups.contiguous(4, 2)
-
-
-@tf.keras.utils.register_keras_serializable()
-def own_l2(kernel: Any) -> Any:
-  """A regularizer with a strength of its own in each group."""
-  return per_group([0.0, 0.25], HALVES) * tf.reduce_sum(kernel**2)
 
 
 class Subclassed(tf.keras.Model):  # type: ignore[misc]
@@ -102,50 +93,6 @@ def test_metrics_are_those_of_plain_keras(where: str) -> None:
     [np.mean(weight * errors), np.sum(weight * errors) / np.sum(weight)],
     rtol=1e-5,
   )
-
-
-@pytest.mark.tf_keras_mode
-def test_all_groups_are_evaluated_at_once_as_one_by_one() -> None:
-  """The model has two outputs. Each group has its own loss and regularizer.
-
-  Tensors, other than arrays, are evaluated by Keras, one group at a time.
-  """
-
-  def loss(y: Any, outputs: Any) -> Any:
-    errors = tf.reduce_mean((y - outputs) ** 2, axis=-1)
-    return per_group([1.0, 3.0], HALVES) * errors
-
-  with VectorizedStrategy(4, split_batches=True).scope():
-    layers = tf.keras.layers
-    x = tf.keras.Input((3,))
-    hidden = layers.Dense(4, "tanh", kernel_regularizer=own_l2)(x)
-    hidden = layers.Dropout(0.5)(layers.BatchNormalization()(hidden))
-    outputs = {n: layers.Dense(2, name=n)(hidden) for n in ("first", "second")}
-    model = tf.keras.Model(x, outputs)
-    optimizer = CrossShardOptimizer("sgd", group_assignment=HALVES)
-    metrics = {"first": ["mae"], "second": ["mse"]}
-    losses = {"first": loss, "second": "mse"}
-    model.compile(optimizer, losses, metrics=metrics)
-  x, y, _ = VALIDATION
-  arrays = x, {"first": y, "second": -y}
-  tensors = tf.nest.map_structure(tf.constant, arrays)
-  data = tf.data.Dataset.from_tensor_slices(arrays).batch(4)
-  history = model.fit(
-    tf.data.Dataset.from_tensor_slices(tensors).batch(7).repeat(3),
-    epochs=2,
-    verbose=0,
-    callbacks=[
-      callbacks.GroupMetrics(data),
-      callbacks.GroupMetrics(tensors, name="one", batch_size=4),
-    ],
-  ).history
-  names = [name for name in history if name.startswith("val_")]
-  assert {n.split("/")[1] for n in names} == {"group_0", "group_1", "ensemble"}
-  assert {"val_loss", "val_first_mae"} <= {n.split("/")[0] for n in names}
-  for name in names:
-    expected = history[name.replace("val_", "one_", 1)]
-    np.testing.assert_allclose(history[name], expected, rtol=2e-5, err_msg=name)
-  assert history["val_loss/group_0"] != history["val_loss/group_1"]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int32"])

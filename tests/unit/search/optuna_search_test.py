@@ -81,7 +81,7 @@ def network(dropout: Callable[[], Any]) -> Any:
 
 def strategies() -> dict[str, Callable[[], Any]]:
   return {
-    "vectorized": lambda: VectorizedStrategy(2, split_batches=False),
+    "vectorized": lambda: VectorizedStrategy(2),
     "mirrored": lambda: testbed.mirrored(2),
   }
 
@@ -200,7 +200,7 @@ def test_groups_begin_as_they_were() -> None:
   one = {**SETTINGS[0], "dropout": 0.0}
   study = make_study([one] * 4)
   search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   [kernel, *_] = model.trainable_variables
   kernel = getattr(kernel, "value", kernel)
   for i, copy in enumerate(kernel.values):
@@ -223,7 +223,7 @@ def test_pruned_and_failed_trials_make_room() -> None:
   study = make_study(settings, pruner=Pruner())
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
 
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   epochs = run(search, model)
   states = [trial.state.name for trial in study.trials]
   assert states == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE"]
@@ -237,7 +237,7 @@ def test_pruned_and_failed_trials_make_room() -> None:
 def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
   study = make_study()
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   judge = callbacks.GroupMetrics(VALIDATION, ensemble=False)
   model.fit(data(), epochs=4, verbose=0, callbacks=[judge, search])
   [message] = [m for m in caplog.messages if "before the search" in m]
@@ -261,7 +261,7 @@ def test_a_killed_search_goes_on(
       load_if_exists=True,
     )
     search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
-    model = grouped(search, VectorizedStrategy(2, split_batches=False))
+    model = grouped(search, VectorizedStrategy(2))
     backup = callbacks.BackupAndRestore(
       tmp_path / f"backup_{name}", every=every, delete_checkpoint=False
     )
@@ -309,7 +309,7 @@ def test_two_searches_share_a_study(tmp_path: pathlib.Path) -> None:
     search = callbacks.OptunaSearch(
       study, suggest, trials=trials, epochs=EPOCHS, folder=folder
     )
-    model = grouped(search, VectorizedStrategy(2, split_batches=False))
+    model = grouped(search, VectorizedStrategy(2))
     run(search, model)
   assert [t.state for t in study.trials] == [State.COMPLETE] * 5
   best = search.best_model()
@@ -339,7 +339,7 @@ def test_layers_of_the_user_read_settings() -> None:
   search = callbacks.OptunaSearch(
     *(study, lambda trial: {"scale": 0.5 + trial.number}), trials=3, epochs=1
   )
-  strategy = VectorizedStrategy(2, split_batches=False)
+  strategy = VectorizedStrategy(2)
   model = grouped(
     search, strategy, lambda: Scale(lambda: search.value("scale"))
   )
@@ -415,7 +415,7 @@ def test_wrong_settings(returned: Any, words: str) -> None:
   """An error; no trial stays behind as running."""
   study = make_study([])
   search = callbacks.OptunaSearch(study, lambda _: returned, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   with pytest.raises(ValueError, match=words):
     run(search, model)
   assert {trial.state for trial in study.trials} <= {State.FAIL}
@@ -429,20 +429,20 @@ def test_other_names_in_a_later_trial() -> None:
     trials=2,
     epochs=1,
   )
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   with pytest.raises(ValueError, match="the same names for each trial"):
     run(search, model)
 
 
 def test_other_callbacks() -> None:
   search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   with pytest.raises(ValueError, match="Remove GroupEarlyStopping"):
     run(search, model, callbacks.GroupEarlyStopping())
   search = callbacks.OptunaSearch(
     make_study(), suggest, trials=4, epochs=2, monitor="val_nothing"
   )
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   with pytest.raises(ValueError, match="needs 'val_nothing/group_0'"):
     run(search, model)
 
@@ -450,7 +450,7 @@ def test_other_callbacks() -> None:
 def test_a_direction_that_keras_decides_otherwise() -> None:
   study = make_study([], direction="maximize")
   search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   with pytest.raises(ValueError, match=r"create_study\(direction='minimize'"):
     run(search, model)
   assert not study.trials
@@ -459,7 +459,7 @@ def test_a_direction_that_keras_decides_otherwise() -> None:
 def test_fewer_trials_than_groups() -> None:
   study = make_study()
   search = callbacks.OptunaSearch(study, suggest, trials=1, epochs=2)
-  model = grouped(search, VectorizedStrategy(2, split_batches=False))
+  model = grouped(search, VectorizedStrategy(2))
   assert len(run(search, model)) == 2
   right, _ = plain_values(SETTINGS[0], epochs=2)
   np.testing.assert_allclose(values_of(study.trials[0]), right, rtol=1e-5)

@@ -25,7 +25,7 @@ Body = Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor]
 
 def _compare(step: Any, jit: bool | None = None, rtol: float = 1e-5) -> None:
   """Compares the results and variables of `step(variable, trips, x)`."""
-  strategy = VectorizedStrategy(N, split_batches=False)
+  strategy = VectorizedStrategy(N)
   with strategy.scope():
     variable = tf.Variable(START)
   trips = testbed.per_replica(strategy, TRIPS)

@@ -190,6 +190,14 @@ class GroupCallback(tf.keras.callbacks.Callback):
     # What follows the last slash in the name of a metric is the key.
     return [name.replace("/", "_") for name in names]
 
+  def check_monitor(self, monitor: str, callback: str) -> None:
+    """Raises `ValueError` if this callback will write no such metric.
+
+    Args:
+      monitor: The name of the metric, which begins with `prefix`.
+      callback: The class that monitors it, for the error.
+    """
+
   def state_of_groups(
     self, with_optimizer: bool = False
   ) -> group_state.GroupState:
@@ -282,6 +290,10 @@ class GroupMonitor(GroupCallback):
         " `name` is the prefix of its metrics. Training losses cannot be"
         " monitored."
       )
+    for callback in self.same_fit():
+      if callback.prefix and self.monitor.startswith(callback.prefix):
+        callback.check_monitor(self.monitor, type(self).__name__)
+        break
 
   def begin(self, logs: Any) -> bool:
     """Prepares for an epoch; returns whether the logs have the groups' metrics.
@@ -306,12 +318,17 @@ class GroupMonitor(GroupCallback):
         + (
           "GroupMetrics writes the loss and the `metrics` of model.compile."
           if prefixes
-          else "Put GroupMetrics(validation_data) before it in the list of"
-          " callbacks."
+          else "Put GroupMetrics before it in the list of callbacks."
         )
       )
     if name not in (logs or {}):
       return False
+    if np.ndim(logs[name]):
+      raise ValueError(
+        f"`monitor` must name a metric that is one number; got"
+        f" {self.monitor!r}, of shape {list(np.shape(logs[name]))}."
+        " Monitor another metric, or give this one an average."
+      )
     if not self._sign:
       self._sign = self._direction()
       counters = {

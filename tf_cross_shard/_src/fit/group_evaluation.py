@@ -1,9 +1,9 @@
-"""Evaluates plain models in `tf.function`s: one model, or those of all groups.
+"""Evaluates plain models, and reads the metrics of models in one program.
 
-    test_step of the twin ─ vectorize ─▶ test steps of all groups, on one batch
-    variables of the twin ───────────▶ stacks with a row for each group
+    metric variables [n, ...] ─ get_metrics_result, n times ─▶ n results
 
-`evaluate` of Keras takes 20 ms of Python, however small model and data are.
+`evaluate` of Keras takes 20 ms of Python, however small model and data are. A
+`tf.function` over all batches takes less, for each group that is evaluated.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +12,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.replica_state import archive
-from tf_cross_shard._src.vectorized import exchanges, vectorizer
 
 _HOOKS = "evaluate", "make_test_function", "test_step", "reset_metrics"
-_autograph = tf.__internal__.autograph
 
 
 def is_traceable(model: Any) -> bool:
@@ -35,7 +31,8 @@ def is_traceable(model: Any) -> bool:
 
 def program(model: Any, data: tf.data.Dataset) -> Callable[[], Any]:
   """Returns a function that evaluates a model and returns its metrics."""
-  create_metrics(model, data)
+  for batch in data.take(1):
+    model.test_step(batch)  # Creates metrics, which functions must not do.
 
   # An iterator: a dataset in a function is optimized again in each call.
   @tf.function
@@ -51,103 +48,39 @@ def program(model: Any, data: tf.data.Dataset) -> Callable[[], Any]:
   return run
 
 
-def create_metrics(model: Any, data: tf.data.Dataset) -> None:
-  """Evaluates a batch eagerly: functions must not create metrics."""
-  for batch in data.take(1):
-    model.test_step(batch)
+class MetricsOfModels:
+  """Reads what the metrics of each model of a VectorizedStrategy show.
 
-
-class Stacks:
-  """The values that a twin's variables have in each group.
-
-  Attributes:
-    groups: The number of groups.
+  Keras' `fit` and `evaluate` update the metrics of all models in one program,
+  and return the mean over the models.
   """
 
-  def __init__(self, groups: int, variables: Mapping[str, Any]) -> None:
-    """Creates the stacks.
+  def __init__(self) -> None:
+    self._variables: list[Any] = []
+    self._results: Any = None
 
-    Args:
-      groups: The number of groups.
-      variables: The twin's variables, by name.
-    """
-    self.groups = groups
-    self._by_name = {
-      name: self._stack_of(variable) for name, variable in variables.items()
-    }
-    self._handles = {
-      id(variable.handle): self._by_name[name].handle
-      for name, variable in variables.items()
-    }
-
-  def assign(self, values: Mapping[str, archive.Array]) -> None:
-    """Sets the values of variables, `[groups, ...]`, by name."""
-    for name, stack in self._by_name.items():
-      stack.assign(values[name])
-
-  def program(
-    self, model: Any, data: tf.data.Dataset
-  ) -> Callable[[], dict[str, np.ndarray]]:
-    """Returns a function that evaluates a model in all groups.
-
-    It returns the metrics by name, with a number for each group.
-    """
-    create_metrics(model, data)
-    own = [
-      replicas_lib.native(variable)
-      for metric in model.metrics
-      for variable in metric.variables
-    ]
-    stacks = [self._stack_of(variable) for variable in own]
-    handles = {
-      **self._handles,
-      **{id(v.handle): x.handle for v, x in zip(own, stacks, strict=True)},
-    }
-
-    names: list[str] = []
-
-    @tf.autograph.experimental.do_not_convert
-    def in_groups(step: Callable[..., Any], *args: Any) -> list[tf.Tensor]:
-      # A batch is captured, as what all groups have alike.
-      function = tf.function(lambda: step(*args), autograph=False)
-      outputs = vectorizer.vectorize(
-        function.get_concrete_function(), self.groups, [], handles
+  def read(self, model: Any) -> dict[str, list[Any]]:
+    """Returns the metrics by name, with a value for each model."""
+    strategy = model.distribute_strategy
+    variables = [v for metric in model.metrics for v in metric.variables]
+    # Metrics get variables with their first batch, and others in `compile`.
+    if list(map(id, variables)) != list(map(id, self._variables)):
+      self._variables = variables
+      function = tf.function(
+        lambda: strategy.run(model.get_metrics_result), autograph=False
       )
-      return [vectorizer.with_count(x, self.groups) for x in outputs]
-
-    def results() -> list[Any]:
-      metrics = flat(model.get_metrics_result())
-      names[:] = metrics
-      return list(metrics.values())
-
-    @tf.function
-    def evaluate(iterator: Any) -> list[tf.Tensor]:
-      status = _autograph.control_status_ctx()
-      test_step = _autograph.tf_convert(model.test_step, status)
-      in_groups(model.reset_metrics)
-      for batch in iterator:
-        in_groups(lambda x: (test_step(x), None)[1], batch)
-      return in_groups(results)
-
-    def run() -> dict[str, np.ndarray]:
-      values = evaluate(iter(data))
-      return {n: x.numpy() for n, x in zip(names, values, strict=True)}
-
-    # Functions hold handles, and not what they belong to.
-    run.stacks = stacks  # type: ignore[attr-defined]
-    return run
-
-  def _stack_of(self, variable: Any) -> tf.Variable:
-    shape = tf.TensorShape([self.groups]).concatenate(variable.shape)
-    value = tf.repeat(variable.read_value()[tf.newaxis], self.groups, axis=0)
-    return tf.Variable(value, trainable=False, shape=shape)
+      # TensorFlow warns of a function that is made again in each `fit`.
+      self._results = function.get_concrete_function()
+    return {
+      name: list(map(as_value, strategy.experimental_local_results(values)))
+      for name, values in flat(self._results()).items()
+    }
 
 
-def mean_over_groups(tensor: tf.Tensor, groups: int) -> tf.Tensor:
-  """Averages a tensor over all groups, inside the program that has them all."""
-  if tf.executing_eagerly():  # To create metrics: there is one group only.
-    return tensor
-  return exchanges.cross_replica_sum(tensor, [[*range(groups)]]) / groups
+def as_value(value: Any) -> Any:
+  """Returns the value of a metric: a float, or an array if it is a vector."""
+  array = np.asarray(value)
+  return array if array.ndim else float(array)
 
 
 def flat(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,8 +76,13 @@ class GroupTensorBoard(group_callback.GroupCallback):
     }
     for name, value in (logs or {}).items():
       tag, _, run = name.rpartition("/")
-      if run in (*runs, "ensemble"):
-        runs.setdefault(run, {}).setdefault(tag, value)
+      if run not in (*runs, "ensemble"):
+        continue
+      numbers = [(tag, value)]
+      if np.ndim(value):  # A curve for each number of a vector.
+        numbers = [(f"{tag}_{i}", x) for i, x in enumerate(np.ravel(value))]
+      for curve, number in numbers:
+        runs.setdefault(run, {}).setdefault(curve, number)
     if state.copies.is_first:
       folders = [*group_callback.group_names(optimizer), "ensemble"]
       for folder, scalars in zip(folders, runs.values(), strict=False):

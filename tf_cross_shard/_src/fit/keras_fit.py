@@ -3,7 +3,7 @@
 # ruff: noqa: SLF001  # This file is about private names of Keras.
 
 import types
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -14,6 +14,33 @@ def compile_arguments(model: Any) -> dict[str, Any] | None:
   """Returns the arguments of `compile`; None for a model not compiled."""
   compiled = getattr(model, "_compile_config", None)
   return None if compiled is None else dict(compiled.config)
+
+
+# What decides the names of metrics, if a model does not override it.
+_STEPS: Final = (
+  *("evaluate", "make_test_function", "test_step", "compute_metrics"),
+  *("get_metrics_result", "metrics"),
+)
+
+
+def names_of_metrics(model: Any) -> list[str] | None:
+  """Returns names of the metrics, as given to `compile` before a first batch.
+
+  Keras adds the names of outputs to them. None if the user's code decides.
+  """
+  config = compile_arguments(model)
+  base, kind = keras_private.keras_of(model).Model, type(model)
+  if config is None or any(
+    getattr(kind, step, None) is not getattr(base, step, None)
+    for step in _STEPS
+  ):
+    return None
+  given = [config.get(name) for name in ("metrics", "weighted_metrics")]
+  names = ["loss", *(metric.name for metric in model.metrics)]
+  for metric in tf.nest.flatten(given):
+    name = getattr(metric, "name", None) or getattr(metric, "__name__", metric)
+    names += [name] if isinstance(name, str) else []
+  return list(dict.fromkeys(names))
 
 
 def batches_per_call(model: Any) -> int:

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from tf_cross_shard._src.fit import keras_fit
 
 _MOST_LINES: Final = 3  # for one metric, in a terminal
@@ -43,7 +45,7 @@ def show_in_own_lines(
     labels = {"ensemble": "ensemble"}
     labels |= dict(zip(keys, names(), strict=False))
     others = dict(logs or {})
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for key in list(others):
       metric, _, run = key.rpartition("/")
       if run in labels and metric.startswith(tuple(prefixes)):
@@ -53,7 +55,7 @@ def show_in_own_lines(
     width = shutil.get_terminal_size().columns if is_terminal else None
     for metric, values in rows.items():
       shown = [
-        f"{label} {values[run]:.4g}"
+        f"{label} {_in_words(values[run])}"
         for run, label in labels.items()
         if label and run in values
       ]
@@ -62,6 +64,16 @@ def show_in_own_lines(
   # A new bar is created for each `fit`. If the user passes one, the next `fit`
   # finds no metrics of groups left for the outer function, which is harmless.
   bar.on_epoch_end = show_with_groups
+
+
+def _in_words(value: Any) -> str:
+  """Returns a metric as text; some are vectors.
+
+  >>> _in_words(0.123456), _in_words([0.5, 0.123456])
+  ('0.1235', '[0.5 0.1235]')
+  """
+  numbers = [f"{number:.4g}" for number in np.ravel(value)]
+  return f"[{' '.join(numbers)}]" if np.ndim(value) else numbers[0]
 
 
 def _lines(metric: str, shown: Sequence[str], width: int | None) -> str:

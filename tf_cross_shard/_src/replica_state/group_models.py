@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import group_numbers
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
@@ -90,18 +90,6 @@ def values_of(
   }
 
 
-def values_of_groups(
-  state: group_state.GroupState,
-) -> dict[str, archive.Array]:
-  """Returns the values of all groups by name, with a row for each group."""
-  values = {}
-  for entry in state.entries:
-    copies = state.copies.read(entry.variable, range(state.groups.num_replicas))
-    rows = [merged(entry, [copies[r] for r in own]) for own in state.groups]
-    values[entry.name] = np.stack(rows)
-  return values
-
-
 def assign(
   state: group_state.GroupState, values: Mapping[str, archive.Array], plain: Any
 ) -> None:
@@ -114,6 +102,21 @@ def assign(
 def receivers(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
   """Returns a plain model's variables by the names of those in `state`."""
   target = _check_fits(state, plain)
+  return {
+    own.name: replicas_lib.native(entry.variable)
+    for own, entry in zip(state.entries, target.entries, strict=True)
+  }
+
+
+def receivers_of_build(
+  state: group_state.GroupState, made: Any
+) -> dict[str, Any]:
+  """Returns the variables of what `build` made, by the names in `state`.
+
+  Raises:
+    ValueError: If they are other variables.
+  """
+  target = _check_fits(state, made, "`build` returns a model that", True)
   return {
     own.name: replicas_lib.native(entry.variable)
     for own, entry in zip(state.entries, target.entries, strict=True)
@@ -190,13 +193,17 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
 
 
 def ensemble(
-  model: Any, optimizer: Any, members: Sequence[int] | None = None
+  model: Any,
+  optimizer: Any,
+  members: Sequence[int] | None = None,
+  stack: bool = False,
 ) -> Any:
   """Returns a plain model that averages the predictions of groups.
 
       output = (output of group 0 + output of group 1 + ...) / number of groups
 
-  for each of the model's outputs. The model consists of one `load_group` model
+  for each of the model's outputs or, if `stack`, the outputs of all groups as
+  `[rows, num_groups, ...]`. The model consists of one `load_group` model
   for each group, named `group_0`, `group_1`, ..., and of Keras' own Average
   layer, so you can save, export and load it without this package. If the
   model ends with softmax, the ensemble averages probabilities; if it returns
@@ -209,6 +216,8 @@ def ensemble(
       groups form one group.
     members: The numbers of the groups to average, each once; None for all
       groups.
+    stack: Whether to return all predictions instead of their mean, for example
+      for their standard deviation. They are in the order of `members`.
 
   Returns:
     A functional Keras model with the inputs and outputs of `model`, on every
@@ -216,7 +225,8 @@ def ensemble(
 
   Raises:
     ValueError: If there is no such group, if `model` cannot be cloned, if its
-      inputs are not known, or if an output has a dtype without a mean.
+      inputs are not known, or if an output has a dtype without a mean and
+      `stack` is False.
   """
   keras = keras_private.keras_of(model)
   groups = group_state.GroupState(optimizer, model, with_optimizer=False).groups
@@ -233,14 +243,16 @@ def ensemble(
     outputs = []
     for i, member in zip(chosen, plain, strict=True):
       member_inputs = _inputs_of(keras, member)
-      group = keras.Model(
-        member_inputs, member(member_inputs), name=f"group_{i}"
-      )
-      outputs.append(group(inputs))
-    means = tf.nest.map_structure(
-      lambda *tensors: _mean_of(keras, tensors), *outputs
+      with group_numbers.as_group(i):
+        group = keras.Model(
+          member_inputs, member(member_inputs), name=f"group_{i}"
+        )
+        outputs.append(group(inputs))
+    join = _stack_of if stack else _mean_of
+    joined = tf.nest.map_structure(
+      lambda *tensors: join(keras, tensors), *outputs
     )
-    return keras.Model(inputs, means, name="ensemble")
+    return keras.Model(inputs, joined, name="ensemble")
 
 
 def _inputs_of(keras: Any, plain: Any) -> Any:
@@ -267,6 +279,13 @@ def _mean_of(keras: Any, tensors: Sequence[Any]) -> Any:
   if len(tensors) == 1:
     return tensors[0]
   return keras.layers.Average(dtype=dtype.name)(list(tensors))
+
+
+def _stack_of(keras: Any, tensors: Sequence[Any]) -> Any:
+  """Returns one output of all groups, with a second axis for the groups."""
+  # Operations, and no layer: Keras has none that adds an axis of any shape.
+  stack = keras.ops.stack if keras.__name__ == "keras" else tf.stack
+  return stack(list(tensors), axis=1)
 
 
 def _members_of(
@@ -301,7 +320,8 @@ def _clone(
     # names that the code uses. So the clone receives the function itself.
     lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
     named |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
-    with variables_lib.outside_of_strategies():
+    # Layers that call `per_group` are called to find their shapes.
+    with variables_lib.outside_of_strategies(), group_numbers.as_group(group):
       # Like `from_config`, but it accepts lambdas; these come from `model`.
       clone = keras.saving.deserialize_keras_object(
         {
@@ -347,12 +367,16 @@ def _copy_assets(model: Any, clone: Any) -> None:
 
 
 def _check_fits(
-  state: group_state.GroupState, plain: Any
+  state: group_state.GroupState,
+  plain: Any,
+  what: str = "The model passed as `into` or `twin`",
+  is_exact: bool = False,
 ) -> group_state.GroupState:
   """Returns the variables of a plain model that receive the values in `state`.
 
   If both have different numbers of random number generators, as with a dropout
-  rate of 0, the states of these are left out of both.
+  rate of 0, the states of these are left out of both, unless `is_exact`. Errors
+  begin with `what`.
 
   Raises:
     ValueError: If the plain model cannot receive the variables.
@@ -362,12 +386,12 @@ def _check_fits(
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, with_optimizer=False)
-  if len(into.seeds) != len(state.seeds):
+  if len(into.seeds) != len(state.seeds) and not is_exact:
     into.leave_out_seeds()
     state.leave_out_seeds()
   if len(into.entries) != len(state.entries):
     raise ValueError(
-      f"The model passed as `into` or `twin` has {len(into.entries)} variables,"
+      f"{what} has {len(into.entries)} variables,"
       f" but `model` has {len(state.entries)}. {remedy}"
     )
   known = {entry.name for entry in state.entries}
@@ -381,12 +405,12 @@ def _check_fits(
       is_numbered or entry.name == other.name
     ):
       raise ValueError(
-        f"The model passed as `into` or `twin` has {entry.name}, {entry.kind},"
+        f"{what} has {entry.name}, {entry.kind},"
         f" but `model` has {other.name}, {other.kind}. {remedy}"
       )
     if replicas_lib.strategy_of(entry.variable) is not None:
       raise ValueError(
-        f"The model passed as `into` or `twin` has replicas: {entry.name} was"
+        f"{what} has replicas: {entry.name} was"
         f" created inside `strategy.scope()`. {remedy}"
       )
   return into

@@ -58,7 +58,7 @@ class OptunaSearch(group_callback.GroupMonitor):
   ...   return {"learning_rate": trial.suggest_float("rate", 1e-3, 0.5)}
   >>> study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
   >>> search = callbacks.OptunaSearch(study, suggest, trials=6, epochs=4)
-  >>> with VectorizedStrategy(3, split_batches=False).scope():
+  >>> with VectorizedStrategy(3).scope():
   ...   model = tf.keras.Sequential(
   ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ...   )

@@ -1,0 +1,151 @@
+"""Groups that start from seeds of their own train as separate fits do."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import testbed
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  per_replica,
+  replica_state,
+)
+
+N = 3
+SEEDS = (5, 7, 11)
+_RNG = np.random.default_rng(2)
+X = _RNG.normal(size=(24, 4)).astype("float32")
+Y = np.sin(X[:, :1])
+WEIGHTS = _RNG.integers(0, 3, (24, N)).astype("float32")
+
+
+def build(units: int = 6) -> Any:
+  layers = tf.keras.layers
+  return tf.keras.Sequential(
+    [
+      tf.keras.Input((4,)),
+      layers.Dense(units, "tanh"),
+      layers.BatchNormalization(momentum=0.5),
+      # In tf_keras, random states of layers are no variables.
+      layers.Dropout(0.0 if testbed.IS_TF_KERAS else 0.25),
+      layers.Dense(1),
+    ]
+  )
+
+
+def _adam(kind: str) -> Any:
+  # A larger epsilon, so that rounding is not made larger.
+  adam = tf.keras.optimizers.Adam(0.01, epsilon=1e-3, ema_momentum=0.5)
+  return adam if kind == "plain" else CrossShardOptimizer(adam)
+
+
+def _batches(weights: Any) -> tf.data.Dataset:
+  return tf.data.Dataset.from_tensor_slices((X, Y, weights)).batch(8)
+
+
+def _mark(rows: Any) -> Any:
+  return per_replica(tf.ensure_shape(tf.transpose(rows), [N, None]))
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("kind", ["plain", "wrapped"])
+def test_an_ensemble_equals_separate_fits(kind: str) -> None:
+  """From different seeds, on different data, after an earlier training."""
+  with VectorizedStrategy(N).scope():
+    model = build()
+    model.compile(_adam(kind), "mse")
+  data = _batches(WEIGHTS).map(lambda x, y, w: (x, y, _mark(w)))
+  model.fit(data, verbose=0)  # Slots and counts that start again.
+  replica_state.initialize(model, build, SEEDS)
+  model.fit(data, epochs=2, verbose=0)
+  together = replica_state.predict(model, X, model.optimizer, batch_size=7)
+  assert together.shape == (N, 24, 1)
+  for i, seed in enumerate(SEEDS):
+    tf.keras.utils.set_random_seed(seed)
+    plain = build()
+    plain.compile(_adam("plain"), "mse")
+    plain.fit(_batches(WEIGHTS[:, i]), epochs=2, verbose=0)
+    for own, right in zip(model.weights, plain.weights, strict=True):
+      mine = replica_state.values(own)[i]
+      np.testing.assert_allclose(mine, right.numpy(), rtol=0, atol=5e-7)
+    right = plain.predict(X, verbose=0)
+    np.testing.assert_allclose(together[i], right, rtol=5e-7, atol=5e-7)
+    other = together[(i + 1) % N]
+    assert np.abs(other - right).max() > 0.1
+
+
+@pytest.mark.tf_keras_mode
+def test_members_of_a_group_start_alike() -> None:
+  """Under MirroredStrategy, with slots and counts of groups."""
+  with testbed.mirrored().scope():
+    model = build()
+    optimizer = CrossShardOptimizer(
+      tf.keras.optimizers.Adagrad(0.1), group_assignment=[[3, 0], [1, 2]]
+    )
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+  for variable in (*model.weights, *testbed.variables_of(optimizer)):
+    variable.assign(tf.ones_like(variable.numpy()))
+  replica_state.initialize(model, build, [5, 7], optimizer)
+  for members, seed in (((3, 0), 5), ((1, 2), 7)):
+    tf.keras.utils.set_random_seed(seed)
+    for own, right in zip(model.weights, build().weights, strict=True):
+      for replica in members:
+        np.testing.assert_array_equal(
+          replica_state.values(own)[replica], right.numpy()
+        )
+  [rate] = {float(v) for v in replica_state.values(optimizer.learning_rate)}
+  assert rate == 1.0  # A learning rate is no initial value.
+  assert int(optimizer.iterations.numpy()) == 0
+  slot = optimizer.get_slot(
+    model.trainable_variables[0], optimizer.get_slot_names()[0]
+  )
+  for copy in replica_state.values(slot):
+    np.testing.assert_array_equal(copy, np.full_like(copy, 0.1))
+
+
+def test_random_states_of_the_program_are_as_before() -> None:
+  with VectorizedStrategy(2).scope():
+    model = build()
+
+  def draw() -> list[Any]:
+    layer = tf.keras.layers.Dense(2)
+    layer.build((None, 2))
+    return [
+      random.random(),
+      np.random.normal(),
+      float(tf.random.normal([])),
+      float(layer.kernel.numpy()[0, 0]),
+    ]
+
+  tf.keras.utils.set_random_seed(3)
+  draw()
+  right = draw()
+  tf.keras.utils.set_random_seed(3)
+  draw()
+  replica_state.initialize(model, build, [1, 2])
+  assert draw() == right
+
+
+@pytest.mark.tf_keras_mode
+def test_what_does_not_fit_changes_nothing() -> None:
+  with VectorizedStrategy(2).scope():
+    model = build()
+    model.compile(CrossShardOptimizer("adam"), "mse")
+  before = [replica_state.values(v) for v in model.variables]
+  for made, seeds, error, words in (
+    (build, [1], ValueError, r"`seeds` must have .* 2 groups; got 1: \[1\]"),
+    (build, [1, "a"], ValueError, "`seeds` must be an integer"),
+    (lambda: build(5), [1, 2], ValueError, r"`build` returns .*\[4, 5\]"),
+    (lambda: None, [1, 2], TypeError, "`build` must return .* got NoneType"),
+    (lambda: model, [1, 2], ValueError, "has replicas"),
+  ):
+    with pytest.raises(error, match=words):
+      replica_state.initialize(model, made, seeds)
+  np.testing.assert_equal(
+    [replica_state.values(v) for v in model.variables], before
+  )

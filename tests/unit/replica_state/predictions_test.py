@@ -1,0 +1,140 @@
+"""Predictions of all groups, as each group's plain model predicts."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import callback_cases as cases
+from tests.support import testbed, training
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  VectorizedStrategy,
+  per_group,
+  replica_state,
+  schedules,
+)
+
+X = np.random.default_rng(1).normal(size=(7, 3)).astype("float32")
+
+
+def _two_outputs(home: Any) -> Any:
+  inputs = {"a": home.Input((3,), name="a"), "b": home.Input((3,), name="b")}
+  hidden = home.layers.Dense(4, "tanh")(inputs["a"] - inputs["b"])
+  outputs = {"large": home.layers.Dense(2)(hidden), "small": hidden}
+  return home.Model(inputs, outputs)
+
+
+def _spread(model: Any, count: int) -> None:
+  for i, variable in enumerate(model.trainable_variables):
+    rng = np.random.default_rng(i)
+    values = rng.normal(size=(count, *variable.shape)).astype("float32")
+    native = getattr(variable, "value", variable)
+    native = variable if callable(native) else native
+    strategy = native.distribute_strategy
+    copies = strategy.experimental_local_results(native)
+    for copy, value in zip(copies, values, strict=True):
+      copy.assign(value)
+
+
+@training.in_both
+@pytest.mark.parametrize("where", ["models", "mirrored"])
+def test_each_group_predicts_as_its_plain_model(where: str, which: str) -> None:
+  home, package = training.KERASES[which]
+  strategy = VectorizedStrategy(2) if where == "models" else testbed.mirrored(2)
+  with strategy.scope():
+    model = _two_outputs(home)
+    optimizer = package.CrossShardOptimizer("sgd", group_assignment=cases.PAIR)
+  _spread(model, 2)
+  x = {"a": X, "b": X[::-1].copy()}
+  found = replica_state.predict(model, x, optimizer, batch_size=3)
+  data = tf.data.Dataset.from_tensor_slices(x).batch(4)
+  again = replica_state.predict(model, data, optimizer)
+  assert {name: v.shape for name, v in found.items()} == {
+    "large": (2, 7, 2),
+    "small": (2, 7, 4),
+  }
+  for i in (0, 1):
+    plain = replica_state.load_group(model, i, optimizer)
+    right = plain.predict(x, verbose=0)
+    for name, value in right.items():
+      for mine in (found, again):
+        np.testing.assert_allclose(mine[name][i], value, rtol=1e-5, atol=1e-6)
+  assert np.abs(found["large"][0] - found["large"][1]).max() > 0.1
+
+
+@training.in_both
+def test_a_stack_of_all_predictions_in_a_plain_model(
+  tmp_path: pathlib.Path, which: str
+) -> None:
+  """Also saved and loaded by Keras, and with some members only."""
+  home, package = training.KERASES[which]
+  with VectorizedStrategy(3).scope():
+    model = _two_outputs(home)
+    optimizer = package.CrossShardOptimizer("sgd")
+  _spread(model, 3)
+  x = {"a": X, "b": X[::-1].copy()}
+  right = replica_state.predict(model, x, optimizer)
+  stacked = replica_state.ensemble(model, optimizer, stack=True)
+  some = replica_state.ensemble(model, optimizer, [2, 0], stack=True)
+  stacked.save(tmp_path / "all.keras")
+  loaded = home.models.load_model(tmp_path / "all.keras")
+  for plain, members in (
+    (stacked, [0, 1, 2]),
+    (loaded, [0, 1, 2]),
+    (some, [2, 0]),
+  ):
+    found = plain.predict(x, verbose=0)
+    for name, value in right.items():
+      expected = np.swapaxes(value[members], 0, 1)
+      assert found[name].shape == expected.shape
+      np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_models_that_keras_cannot_clone(said: list[str]) -> None:
+  """In one program, without the warning about Keras' `predict`."""
+
+  class Own(tf.keras.Model):  # type: ignore[misc]
+    def __init__(self, layer: Any) -> None:
+      super().__init__()
+      self.layer = layer
+
+    def call(self, x: Any) -> Any:
+      return self.layer(x)
+
+  with VectorizedStrategy(2).scope():
+    model = Own(tf.keras.layers.Dense(2, kernel_initializer="ones"))
+    model(X)
+    optimizer = tf.keras.optimizers.SGD()
+  kernel = model.layer.kernel.value
+  kernel.values[1].assign_add(tf.ones_like(kernel))
+  found = replica_state.predict(model, X, optimizer)
+  sums = np.repeat(X.sum(1, keepdims=True), 2, axis=1)
+  np.testing.assert_allclose(found, [sums, 2 * sums], rtol=1e-5)
+  assert not said
+  for x in (X[:0], tf.data.Dataset.from_tensors(X).repeat()):
+    with pytest.raises(ValueError, match="`x` must be of one row at least"):
+      replica_state.predict(model, x, optimizer)
+
+
+def test_layers_that_call_per_group_can_be_loaded() -> None:
+  @tf.keras.utils.register_keras_serializable()
+  class Scale(tf.keras.layers.Layer):  # type: ignore[misc]
+    def call(self, x: Any) -> Any:
+      return x * per_group([2.0, 3.0], cases.PAIR)
+
+  with testbed.mirrored(2).scope():
+    inputs = tf.keras.Input((3,))
+    hidden = tf.keras.layers.Dense(2, kernel_initializer="ones")(inputs)
+    model = tf.keras.Model(inputs, Scale()(hidden))
+    optimizer = CrossShardOptimizer("sgd", group_assignment=cases.PAIR)
+  plain = replica_state.load_group(model, 1, optimizer)
+  sums = np.repeat(X.sum(1, keepdims=True), 2, axis=1)
+  with schedules.as_group(1):
+    np.testing.assert_allclose(plain(X), 3 * sums, rtol=1e-5)
+  found = replica_state.predict(model, X, optimizer)
+  np.testing.assert_allclose(found, [2 * sums, 3 * sums], rtol=1e-5)
+  with pytest.raises(ValueError, match=r"schedules\.as_group"):
+    plain(X)

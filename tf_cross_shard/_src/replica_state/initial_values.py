@@ -1,0 +1,196 @@
+"""Gives each group the initial values that a seed gives to a plain model."""
+
+# ruff: noqa: SLF001  # TensorFlow and Keras have no public random states.
+
+import contextlib
+import importlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tensorflow.python.eager import context
+
+from tf_cross_shard._src.core import group_numbers, parts, validation
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.replica_state import (
+  archive,
+  group_models,
+  group_state,
+  tracked,
+)
+
+
+def initialize(
+  model: Any,
+  build: Callable[[], Any],
+  seeds: Sequence[int],
+  optimizer: Any = None,
+) -> None:
+  """Gives each group the initial values that its seed gives to a plain model.
+
+  Group i starts as a plain model starts after
+
+      keras.utils.set_random_seed(seeds[i])
+      build()
+
+  with the weights, the other variables and the states of random number
+  generators, such as those of dropout. So an ensemble trains as separate fits
+  do. If the optimizer is built, its slots and its count of steps get their
+  initial values in all groups; learning rates do not change. The random states
+  of the program (of Python, NumPy, TensorFlow and Keras) are as before.
+
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import VectorizedStrategy, replica_state
+  >>> def build():
+  ...   return tf.keras.Sequential(
+  ...     [tf.keras.Input((2,)), tf.keras.layers.Dense(1)]
+  ...   )
+  >>> strategy = VectorizedStrategy(2)
+  >>> with strategy.scope():
+  ...   model = build()
+  ...   model.compile("adam", "mse")
+  >>> replica_state.initialize(model, build, seeds=[0, 1])
+  >>> tf.keras.utils.set_random_seed(1)
+  >>> kernel = replica_state.values(model.trainable_variables[0])[1]
+  >>> bool((kernel == build().get_weights()[0]).all())
+  True
+
+  Args:
+    model: A built Keras model.
+    build: A function without arguments that returns a new, built model with the
+      same variables. It is called outside of the strategy, once for each group.
+    seeds: An integer for each group. Groups with the same seed start alike.
+    optimizer: The optimizer with the groups; None for the optimizer that the
+      model is compiled with, if it is.
+
+  Raises:
+    TypeError: If `build` does not return a Keras model.
+    ValueError: If there is not one seed for each group, or if `build` makes
+      other variables. Nothing is changed in that case.
+  """
+  keras = keras_private.keras_of(model)
+  if optimizer is None:
+    optimizer = getattr(model, "optimizer", None)
+  state = group_state.GroupState(optimizer, model, with_optimizer=False)
+  numbers = [
+    validation.check_integer("seeds", seed, "Pass one for each group.", 0)
+    for seed in seeds
+  ]
+  if len(numbers) != state.groups.num_groups:
+    raise ValueError(
+      f"`seeds` must have an integer for each of the {state.groups.num_groups}"
+      f" groups; got {len(numbers)}: {numbers}."
+    )
+  state.compare_workers(f"initializing with the seeds {numbers}")
+  with _keeping_random_states(keras):
+    values = [
+      _values_of_seed(state, build, i, seed, keras)
+      for i, seed in enumerate(numbers)
+    ]
+    fresh = _unbuilt_copies(optimizer, model)
+  here = state.copies.engine.replicas_here
+  for entry in state.entries:
+    arrays = [values[state.groups.index_of(r)][entry.name] for r in here]
+    state.copies.write(entry.variable, arrays)
+  for own, copy in fresh:
+    _reset(state.copies, own, copy)
+  if optimizer is not None:
+    group_state.accept_values(optimizer)
+
+
+def _values_of_seed(
+  state: group_state.GroupState,
+  build: Callable[[], Any],
+  group: int,
+  seed: int,
+  keras: Any,
+) -> dict[str, archive.Array]:
+  """Returns the values of a new model, by the names of those in `state`."""
+  with variables_lib.outside_of_strategies(), group_numbers.as_group(group):
+    keras.utils.set_random_seed(seed)
+    made = build()
+    if not isinstance(made, keras.Model):
+      raise TypeError(
+        f"`build` must return a {keras.__name__} model; got"
+        f" {type(made).__name__}."
+      )
+    return {
+      name: np.array(variable.numpy())
+      for name, variable in group_models.receivers_of_build(state, made).items()
+    }
+
+
+def _unbuilt_copies(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
+  """Returns each built optimizer of a model, with a new one like it."""
+  if optimizer is None:
+    return []
+  pairs = []
+  for own in tracked.with_state(optimizer, model).values():
+    outermost, *_ = nested = list(names_lib.nested_optimizers(own))
+    if any(map(keras_private.is_built, nested)):
+      with keras_private.strategy(nested[-1]).scope():
+        copy = type(outermost).from_config(outermost.get_config())
+      pairs.append((outermost, copy))
+  return pairs
+
+
+def _reset(copies: replicas_lib.Copies, own: Any, copy: Any) -> None:
+  """Gives an optimizer the state that a copy has when it is built."""
+  *_, innermost = names_lib.nested_optimizers(own)
+  wrapper = next(
+    filter(None, map(parts.find, names_lib.nested_optimizers(own))), None
+  )
+  trained = keras_private.trained(innermost)
+  if wrapper is not None:
+    trained = wrapper.inner.whole.trainable_variables
+  with keras_private.strategy(innermost).scope():
+    create = getattr(copy, "build", None) or copy._create_all_weights
+    create(trained)
+  initial = dict(names_lib.state_variables(copy))
+  kept = set(map(id, names_lib.rate_variables(own)))
+  replicas = range(copies.engine.num_replicas)
+  here = copies.engine.replicas_here
+  for name, variable in names_lib.state_variables(own):
+    if id(variable) not in kept and name in initial:
+      values = copies.read(initial[name], replicas)
+      copies.write(variable, values[here.start : here.stop])
+
+
+@contextlib.contextmanager
+def _keeping_random_states(keras: Any) -> Iterator[None]:
+  """Restores the random states of Python, NumPy, TensorFlow and Keras."""
+  of_python, of_numpy = random.getstate(), np.random.get_state()
+  eager = context.context()
+  of_tensorflow = eager._seed, eager._rng
+  with _keeping_keras_states(keras):
+    try:
+      yield
+    finally:
+      random.setstate(of_python)
+      np.random.set_state(of_numpy)
+      eager._seed, eager._rng = of_tensorflow
+
+
+@contextlib.contextmanager
+def _keeping_keras_states(keras: Any) -> Iterator[None]:
+  """Restores the random states that Keras itself has."""
+  if keras.__name__ == "tf_keras":
+    generators = importlib.import_module("tf_keras.src.backend")._SEED_GENERATOR
+    generator = getattr(generators, "generator", None)
+    try:
+      yield
+    finally:
+      generators.generator = generator
+    return
+  attributes = importlib.import_module("keras.src.backend.common.global_state")
+  names = "global_random_seed", "global_seed_generator"
+  before = {name: attributes.get_global_attribute(name) for name in names}
+  try:
+    yield
+  finally:
+    for name, value in before.items():
+      attributes.set_global_attribute(name, value)

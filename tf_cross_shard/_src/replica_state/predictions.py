@@ -1,0 +1,137 @@
+"""The predictions of all groups.
+
+x [rows, ...] ─ one program for all models ─▶ [num_groups, rows, ...]
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import group_numbers, single_program, validation
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.replica_state import group_models, group_state
+
+# The program that predicts with all models, for each Keras model.
+_programs: Final[weakref.WeakKeyDictionary[Any, Any]] = (
+  weakref.WeakKeyDictionary()
+)
+
+
+def predict(model: Any, x: Any, optimizer: Any, batch_size: int = 32) -> Any:
+  """Returns the predictions of every group.
+
+  Group i predicts as `load_group(model, i, optimizer).predict(x)` does. Under
+  VectorizedStrategy, one program predicts with all models, also with models
+  that Keras cannot clone. Under other strategies, the groups predict one after
+  the other.
+
+  >>> import numpy as np
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import VectorizedStrategy, replica_state
+  >>> with VectorizedStrategy(4).scope():
+  ...   model = tf.keras.Sequential([tf.keras.Input((3,))])
+  ...   model.add(tf.keras.layers.Dense(2))
+  ...   model.compile("sgd", "mse")
+  >>> x = np.ones([100, 3], "float32")
+  >>> predictions = replica_state.predict(model, x, model.optimizer)
+  >>> predictions.shape
+  (4, 100, 2)
+  >>> mean, deviation = predictions.mean(axis=0), predictions.std(axis=0)
+
+  Args:
+    model: A built Keras model.
+    x: An array, or a structure of arrays as the model takes it, or a
+      `tf.data.Dataset` of batches of inputs.
+    optimizer: The optimizer with the groups.
+    batch_size: The number of rows in one call of the model; ignored for a
+      dataset.
+
+  Returns:
+    A NumPy array `[num_groups, rows, ...]`, in the structure that the model
+    returns; on every worker.
+
+  Raises:
+    TypeError: If `model` is not a Keras model, or `optimizer` no optimizer.
+    ValueError: If `x` is empty or has no end or, under other strategies than
+      VectorizedStrategy, if Keras cannot clone `model`.
+  """
+  keras_private.keras_of(model)
+  validation.check_integer("batch_size", batch_size, "It counts rows.")
+  state = group_state.GroupState(optimizer, model, with_optimizer=False)
+  data = x if isinstance(x, tf.data.Dataset) else _rows_of(x, batch_size)
+  if data.cardinality() in (0, tf.data.INFINITE_CARDINALITY):
+    raise ValueError(
+      "`x` must be of one row at least and have an end; got"
+      f" {type(x).__name__}. Remove repeat(), or use take(steps)."
+    )
+  if single_program.are_models(model.distribute_strategy):
+    group_state.warn_if_collapsed(optimizer)
+    return _joined(_of_models(model, x, data, state), axis=1)
+  groups = []
+  for i in range(state.groups.num_groups):
+    plain = group_models.load_group(model, i, optimizer)
+    with variables_lib.outside_of_strategies(), group_numbers.as_group(i):
+      arguments = {} if data is x else {"batch_size": batch_size}
+      groups.append(plain.predict(x, verbose=0, **arguments))
+  return tf.nest.map_structure(lambda *own: np.stack(own), *groups)
+
+
+def _of_models(
+  model: Any, x: Any, data: tf.data.Dataset, state: group_state.GroupState
+) -> list[Any]:
+  """Returns the predictions of all groups for each batch."""
+  strategy = model.distribute_strategy
+  program = _programs.get(model)
+  if program is None:
+    # A reference to the model would keep it in the dictionary.
+    live = weakref.ref(model)
+
+    # The name does not say "predict", of which the strategy warns.
+    def step(batch: Any) -> Any:
+      return live().predict_step(batch)  # type: ignore[union-attr]
+
+    program = _programs[model] = tf.function(
+      lambda batch: strategy.run(step, args=(batch,)), autograph=False
+    )
+
+  def as_batch(element: Any) -> Any:
+    """Returns what Keras' `predict` gives to the model for a batch of `x`."""
+    return element if data is x else (tf.nest.pack_sequence_as(x, element),)
+
+  # One trace, also for the last batch, which may be smaller.
+  traced = program.get_concrete_function(as_batch(data.element_spec))
+  first = [members[0] for members in state.groups]
+
+  def of_groups(values: Any) -> Any:
+    rows = strategy.experimental_local_results(values)
+    return np.stack([np.asarray(rows[replica]) for replica in first])
+
+  return [
+    tf.nest.map_structure(of_groups, traced(as_batch(element)))
+    for element in data
+  ]
+
+
+def _rows_of(x: Any, batch_size: int) -> tf.data.Dataset:
+  """Returns batches of the arrays in a structure, as one flat tuple."""
+  floatx = tf.keras.backend.floatx()
+
+  def as_array(leaf: Any) -> Any:
+    if tf.is_tensor(leaf):
+      return leaf
+    array = np.asarray(leaf)
+    # Keras converts floating-point arrays, too.
+    return array.astype(floatx) if array.dtype.kind == "f" else array
+
+  leaves = tuple(map(as_array, tf.nest.flatten(x)))
+  return tf.data.Dataset.from_tensor_slices(leaves).batch(batch_size)
+
+
+def _joined(batches: Sequence[Any], axis: int) -> Any:
+  return tf.nest.map_structure(
+    lambda *parts: np.concatenate(parts, axis), *batches
+  )
