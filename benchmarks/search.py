@@ -33,7 +33,6 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
   callbacks,
-  groups,
   layers,
 )
 
@@ -109,20 +108,20 @@ def _of_study(study: optuna.Study) -> tuple[int, int, float]:
 
 def stream(task: Task, models: int) -> tuple[int, int, float]:
   """Searches in one `fit`."""
-  study, singles = task.study(), groups.singletons(models)
+  study = task.study()
   search = callbacks.OptunaSearch(
     study, task.suggest, trials=task.trials, epochs=task.epochs
   )
   with VectorizedStrategy(models).scope():
     model = task.network(lambda: layers.GroupDropout(search.value("dropout")))
     adam = keras.optimizers.Adam(0.01)
-    model.compile(CrossShardOptimizer(adam, group_assignment=singles), "mse")
-  judge = callbacks.GroupMetrics(task.validation, ensemble=False)
+    model.compile(CrossShardOptimizer(adam), "mse")
   model.fit(
     task.train,
+    validation_data=task.validation,
     epochs=search.most_epochs,
     verbose=0,
-    callbacks=[judge, search],
+    callbacks=[callbacks.GroupMetrics(), search],
   )
   return _of_study(study)
 

@@ -28,7 +28,6 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
   callbacks,
-  groups,
   layers,
 )
 
@@ -114,19 +113,17 @@ def main(argv: Sequence[str]) -> None:
       ]
     )
     model.compile(
-      CrossShardOptimizer(
-        tf.keras.optimizers.AdamW(weight_decay=0.004),
-        group_assignment=groups.singletons(_MODELS.value),
-      ),
+      CrossShardOptimizer(tf.keras.optimizers.AdamW(weight_decay=0.004)),
       tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=["accuracy"],
     )
   model.fit(
     train,
+    validation_data=test,
     epochs=search.most_epochs,
     shuffle=False,  # The dataset is shuffled already.
     verbose=0,
-    callbacks=[callbacks.GroupMetrics(test, ensemble=False), search],
+    callbacks=[callbacks.GroupMetrics(), search],
   )
   complete = study.get_trials(states=[optuna.trial.TrialState.COMPLETE])
   complete.sort(key=lambda trial: -trial.value)

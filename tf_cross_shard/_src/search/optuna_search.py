@@ -52,7 +52,7 @@ class OptunaSearch(group_callback.GroupMonitor):
 
   >>> import numpy as np, optuna, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, VectorizedStrategy
-  >>> from tf_cross_shard import callbacks, groups
+  >>> from tf_cross_shard import callbacks
   >>> optuna.logging.set_verbosity(optuna.logging.WARNING)
   >>> def suggest(trial):
   ...   return {"learning_rate": trial.suggest_float("rate", 1e-3, 0.5)}
@@ -62,16 +62,14 @@ class OptunaSearch(group_callback.GroupMonitor):
   ...   model = tf.keras.Sequential(
   ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ...   )
-  ...   model.compile(
-  ...     CrossShardOptimizer("sgd", group_assignment=groups.singletons(3)),
-  ...     "mse",
-  ...   )
+  ...   model.compile(CrossShardOptimizer("sgd"), "mse")
   >>> x = np.ones([8, 1], "float32")
   >>> _ = model.fit(
   ...   *(x, 5 * x),
+  ...   validation_data=(x, 5 * x),
   ...   epochs=search.most_epochs,
   ...   verbose=0,
-  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), search],
+  ...   callbacks=[callbacks.GroupMetrics(), search],
   ... )
   >>> best = search.best_model()
   >>> best.compile(loss="mse")
