@@ -352,6 +352,24 @@ class TestMistakes:
     want = plain.evaluate(x, np.zeros([8, 1]), verbose=0)
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
+  def test_variables_from_outside_of_the_scope(self) -> None:
+    """What all models add alike is added once: a counter of steps is right."""
+    counter, strategy = tf.Variable(0.0), VectorizedStrategy(3)
+    strategy.run(lambda: counter.assign_add(2.0))
+    assert float(counter.numpy()) == 2.0
+    numbers = testbed.per_replica(strategy, [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match=r"different values (.|\n)* scope\(\)"):
+      strategy.run(counter.assign_add, (numbers,))
+    assert float(counter.numpy()) == 2.0
+
+  def test_metrics_from_outside_of_the_scope(self) -> None:
+    metric = keras.metrics.MeanSquaredError()
+    with VectorizedStrategy(2).scope():
+      model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+      model.compile("sgd", "mse", metrics=[metric])
+    with pytest.raises(ValueError, match=r"metrics and optimizers for compile"):
+      model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)
+
   def test_export(self, tmp_path: Any) -> None:
     with VectorizedStrategy(2).scope():
       model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

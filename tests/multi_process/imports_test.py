@@ -18,7 +18,7 @@ import tf_cross_shard
 
 with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
   model = tf.keras.Sequential(
-    [tf.keras.Input((1,)), tf.keras.layers.Dense(1, False, "zeros")]
+    [tf.keras.Input((1,)), tf.keras.layers.Dense(1, kernel_initializer="zeros")]
   )
   model.compile(
     tf_cross_shard.CrossShardOptimizer(tf.keras.optimizers.SGD(0.25)),

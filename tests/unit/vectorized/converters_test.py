@@ -228,7 +228,7 @@ def test_replicas_add_up_different_numbers_of_rows() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_all_to_all(dtype: str) -> None:
-  strategy = VectorizedStrategy(N)
+  strategy = VectorizedStrategy(N, split_batches=True)
   sent = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 1 << 20]], dtype)
   received = strategy.run(
     lambda x: strategy.extended.all_to_all(x, [[0, 1, 2]]),

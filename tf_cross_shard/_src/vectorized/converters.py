@@ -141,14 +141,19 @@ def _assigning(kind: str) -> Any:
 
 
 def _assign_outside(call: Call, operation: Any) -> Any:
-  """Assigns to a variable that was created outside the scope, once."""
+  """Assigns to a variable that was created outside the scope, once.
+
+  Data-parallel replicas add up what they add. Models would mix their numbers.
+  """
   value, is_stacked, _ = call.input(1)
-  if operation is _raw.AssignVariableOp:
+  are_models = call.pfor.conversion.are_models
+  if operation is _raw.AssignVariableOp or are_models:
     if is_stacked:
       raise ValueError(
         "Replicas assign different values to a variable that was created"
         " outside of the strategy's scope, so there is one value for all"
-        " replicas. Create the variable inside `with strategy.scope():`."
+        " replicas. Create variables, and metrics and optimizers for compile,"
+        " inside `with strategy.scope():`."
       )
     if call.pfor.mask is not None:
       raise vectorizer.cannot_vectorize(

@@ -139,11 +139,6 @@ class _Groups:
   """
 
   def __init__(self, call: Call) -> None:
-    if call.pfor.mask is not None:
-      raise NotImplementedError(
-        "Replicas exchange values inside a conditional that only some of them"
-        " enter. Move the exchange out of it."
-      )
     self.assignment = np.asarray(tf.get_static_value(call.op.inputs[1]))
     self.size = self.assignment.shape[1]
     self.group_of = np.zeros(self.assignment.size, np.int32)

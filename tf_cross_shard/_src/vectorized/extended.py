@@ -185,7 +185,7 @@ class ModelsExtended(
     """Adds the program of all replicas to the graph being built."""
     stacks = {key: own.stack_handle for key, own in variables.items()}
     return vectorizer.vectorize(
-      function, self.num_copies, inputs, stacks, replicas
+      function, self.num_copies, inputs, stacks, self.are_models, replicas
     )
 
   def _values(self, converted: Any) -> arguments.ReplicaValues:

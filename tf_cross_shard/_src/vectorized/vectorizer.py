@@ -49,14 +49,18 @@ class Conversion(pfor.PForConfig):  # type: ignore[name-defined]
 
   Attributes:
     count: The number of models that take part.
+    are_models: Whether they are models, and not replicas of one model.
     members: The numbers of the models that take part; None for all.
     looped: How often an operation of each type runs once for each model.
     of_branches: The lists that the branches of a conditional return, by the id
       of the tensor that stands for them.
   """
 
-  def __init__(self, count: int, members: Sequence[int] | None) -> None:
+  def __init__(
+    self, count: int, are_models: bool, members: Sequence[int] | None
+  ) -> None:
     super().__init__()
+    self.are_models = are_models
     self.count = count if members is None else len(members)
     self.members = members
     self.looped: collections.Counter[str] = collections.Counter()
@@ -137,6 +141,7 @@ def vectorize(
   count: int,
   inputs: Sequence[tf.Tensor],
   stacks: dict[int, Any],
+  are_models: bool,
   replicas: Sequence[int] | None = None,
 ) -> list[Wrapped]:
   """Adds a model's program, for all models, to the graph being built.
@@ -147,6 +152,7 @@ def vectorize(
     inputs: For each input of the program, a tensor with a first axis.
     stacks: Maps the id of a variable's handle in the program to the handle of
       the variable's stack.
+    are_models: Whether they are models, and not replicas of one model.
     replicas: The numbers of the models that run the program; None for all.
 
   Returns:
@@ -155,7 +161,7 @@ def vectorize(
   Raises:
     NotImplementedError: If TensorFlow cannot vectorize an operation.
   """
-  conversion = Conversion(count, replicas)
+  conversion = Conversion(count, are_models, replicas)
   loop_var = tf.compat.v1.placeholder_with_default(0, shape=[])
   outer = Rewriter(loop_var, conversion.count, [], True, pfor_config=conversion)
   graph = tf.compat.v1.get_default_graph()
