@@ -246,60 +246,88 @@ def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
   assert states == ["COMPLETE", "COMPLETE", "FAIL", "FAIL", "WAITING"]
 
 
-@pytest.mark.parametrize("batch", [20, 32, 39, 46])
-@pytest.mark.parametrize("every", ["epoch", 4])
-def test_a_killed_search_goes_on(
-  tmp_path: pathlib.Path, batch: int, every: Any
-) -> None:
-  """Values, weights and the number of trials are as without the kill."""
+def start(folder: pathlib.Path, every: Any, *others: Any) -> tuple[Any, Any]:
+  """Runs a search that goes on where another one in the folder was killed."""
+  folder.mkdir(exist_ok=True)
+  file = optuna.storages.journal.JournalFileBackend(str(folder / "study.log"))
+  study = make_study(
+    storage=optuna.storages.JournalStorage(file),
+    study_name="search",
+    load_if_exists=True,
+  )
+  search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
+  model = grouped(search, VectorizedStrategy(2))
+  backup = callbacks.BackupAndRestore(
+    folder / "backup", every=every, delete_checkpoint=False
+  )
+  run(search, model, *others, backup)
+  return study, search
 
-  def start(name: str, *others: Any) -> tuple[Any, Any]:
-    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / name))
-    study = make_study(
-      storage=optuna.storages.JournalStorage(backend),
-      study_name="search",
-      load_if_exists=True,
-    )
-    search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
-    model = grouped(search, VectorizedStrategy(2))
-    backup = callbacks.BackupAndRestore(
-      tmp_path / f"backup_{name}", every=every, delete_checkpoint=False
-    )
-    run(search, model, *others, backup)
-    return study, search
 
-  class Kill(keras.callbacks.Callback):  # type: ignore[misc]
-    def __init__(self, kills_after_search: bool) -> None:
-      super().__init__()
-      self.left, self.at_end = batch, kills_after_search
+class Kill(keras.callbacks.Callback):  # type: ignore[misc]
+  """Ends `fit` after a batch, or at an epoch's end, before the backup."""
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-      self.left -= 1
-      if self.left == 0 and not self.at_end:
-        raise Killed
+  def __init__(self, batches: int, is_at_end: bool) -> None:
+    super().__init__()
+    self.left, self.is_at_end = batches, is_at_end
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-      # After the search has told and asked, before the backup.
-      if self.left <= 0:
-        raise Killed
+  def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    self.left -= 1
+    if self.left <= 0 and not self.is_at_end:
+      raise Killed
 
-  right, whole = start("whole")
-  with pytest.raises(Killed):
-    start("killed", Kill(kills_after_search=batch % 2 == 1))
-  study, search = start("killed")
-  expected = {str(t.params): values_of(t) for t in right.trials}
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    # The search, which is before this callback, has told and asked the study.
+    if self.left <= 0:
+      raise Killed
+
+
+def check_equal(killed: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
+  """Compares the values of all trials, their number, and the best weights."""
+  study, search = killed
+  expected = {str(t.params): values_of(t) for t in whole[0].trials}
   kept = [t for t in study.trials if "tf_cross_shard_again" not in t.user_attrs]
   assert {t.state for t in kept} == {State.COMPLETE}
   assert {str(t.params): values_of(t) for t in kept} == expected
-  assert len(kept) == 5
-  again = [t for t in study.trials if t not in kept]
-  assert {t.state for t in again} <= {State.FAIL}
+  assert len(kept) == len(expected) == 5
+  assert {t.state for t in study.trials if t not in kept} <= {State.FAIL}
   for mine, other in zip(
     search.best_model().get_weights(),
-    whole.best_model().get_weights(),
+    whole[1].best_model().get_weights(),
     strict=True,
   ):
     np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize(
+  ("every", "batch"), [("epoch", 20), (4, 32), ("epoch", 39), (4, 46)]
+)
+def test_a_killed_search_goes_on(
+  tmp_path: pathlib.Path, every: Any, batch: int
+) -> None:
+  whole = start(tmp_path / "whole", every)
+  with pytest.raises(Killed):
+    start(tmp_path / "killed", every, Kill(batch, is_at_end=batch % 2 == 1))
+  check_equal(start(tmp_path / "killed", every), whole)
+
+
+@pytest.mark.slow
+def test_fifty_kills(tmp_path: pathlib.Path) -> None:
+  """Searches that are killed again and again, at random batches."""
+  rng, kills = np.random.default_rng(0), 0
+  whole = start(tmp_path / "whole", "epoch")
+  while kills < 50:
+    folder, every = tmp_path / f"killed_{kills}", rng.choice(["epoch", "4"])
+    every = every if every == "epoch" else int(every)
+    for _ in range(4):
+      kill = Kill(int(rng.integers(1, 30)), is_at_end=bool(rng.integers(2)))
+      try:
+        start(folder, every, kill)
+      except Killed:
+        kills += 1
+      else:
+        break
+    check_equal(start(folder, every), whole)
 
 
 def test_two_searches_share_a_study(tmp_path: pathlib.Path) -> None:

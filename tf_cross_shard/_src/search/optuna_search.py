@@ -10,30 +10,25 @@ variables that a step reads, so that nothing is traced again.
 
 import contextlib
 import dataclasses
-import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from absl import logging
 
 from tf_cross_shard._src.core import group_numbers
-from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback, group_rates
+from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
   group_state,
   paths,
 )
+from tf_cross_shard._src.search import settings as settings_lib
 from tf_cross_shard._src.search import study as study_lib
-
-_RATE: Final = "learning_rate"
-Weights = dict[str, archive.Array]
+from tf_cross_shard._src.search import weights as weights_lib
 
 
 class OptunaSearch(group_callback.GroupMonitor):
@@ -136,23 +131,20 @@ class OptunaSearch(group_callback.GroupMonitor):
     self.epochs = group_callback.check_count("epochs", epochs, 1, "epochs")
     self._suggest = suggest
     self._folder = None if folder is None else paths.as_path(folder, "folder")
-    if self._folder is not None:
-      paths.make_folder(self._folder)
-    self._values: dict[str, group_numbers.GroupValue] = {}
+    self._settings = settings_lib.TrialSettings()
     self._trials = study_lib.Trials(study, suggest)
     if mode != "auto":
       self._check_mode({"min": -1.0, "max": 1.0}[mode])
     self._reset()
 
-  def _reset(self) -> None:
+  def _reset(self, num_groups: int = 0) -> None:
     self._trials = study_lib.Trials(self.study, self._suggest)
     self._running: list[study_lib.Running | None] = []
-    # By name, the initial values of each group, and its best weights.
-    self._initial: Weights = {}
-    self._kept: list[Weights] = []
-    # The best complete trial of this process, and its weights.
-    self._best: study_lib.Running | None = None
-    self._weights: Weights = {}
+    # By name, the initial values of each group.
+    self._initial: weights_lib.Weights = {}
+    self._best = weights_lib.BestWeights(
+      self._trials.sign, num_groups, self._folder
+    )
 
   @property
   def most_epochs(self) -> int:
@@ -174,12 +166,12 @@ class OptunaSearch(group_callback.GroupMonitor):
       An object that TensorFlow and Keras convert to a scalar tensor when a
       layer computes with it.
     """
-    value = self._values.get(name)
-    if value is None:
-      value = self._values[name] = group_numbers.GroupValue(name)
+    values = self._settings.values
+    if name not in values:
+      values[name] = group_numbers.GroupValue(name)
       if self._running:  # A layer asks while the first step is traced.
-        self._write_values()
-    return value
+        self._settings.write_values(self.model, self._running)
+    return values[name]
 
   # Before the first step.
 
@@ -207,13 +199,15 @@ class OptunaSearch(group_callback.GroupMonitor):
           f" every={getattr(other, 'every', 1)}. Use every=1."
         )
     self._direction()
-    self._reset()
-    self._prepare(self._trials.probe())
+    self._reset(len(self.keys))
+    self._settings.prepare(self.model, self._trials.probe(), len(self.keys))
     with strategy.scope():
       self.model.optimizer.build(self.model.trainable_variables)
     state = self._state_of_trials()
+    first = [members[0] for members in state.groups]
     self._initial = {
-      entry.name: np.stack(self._rows(state, entry)) for entry in state.entries
+      entry.name: np.stack(state.copies.here(entry.variable, first))
+      for entry in state.entries
     }
 
   def _direction(self) -> float:
@@ -236,52 +230,44 @@ class OptunaSearch(group_callback.GroupMonitor):
 
   def _state_of_trials(self) -> group_state.GroupState:
     """Returns the variables with which a trial begins: not the settings."""
-    optimizer = self.model.optimizer
-    settings = list(names_lib.rate_variables(optimizer))
-    for step in names_lib.steps_of(optimizer):
-      settings += step.group_settings.variables
+    settings = self._settings.variables(self.model.optimizer)
     state = self.state_of_groups(with_optimizer=True)
     ids = set(map(id, settings))
     state.entries = [e for e in state.entries if id(e.variable) not in ids]
     return state
-
-  def _rows(
-    self, state: group_state.GroupState, entry: group_state.Entry
-  ) -> list[archive.Array]:
-    """Returns the value of each group, that of its first member."""
-    first = [members[0] for members in state.groups]
-    return state.copies.here(entry.variable, first)
 
   # Trials.
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
     """Starts the first trials, unless a backup was restored."""
     if not self._running:
-      count = len(self.keys)
-      self._running, self._kept = [None] * count, [{} for _ in range(count)]
+      self._running = [None] * len(self.keys)
       with self._failing():
-        self._start(range(count))
+        self._start(range(len(self.keys)))
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Reports the metrics; groups whose trial has ended take the next one."""
     with self._failing():
       if not self.begin(logs):
         return
-      self._check_names()
       ended, better = {}, []
       for group, key in enumerate(self.keys):
         running = self._running[group]
         if running is None:
           continue
+        if not running.values:
+          self._settings.check(self.model, running.settings)
         value = float(logs[f"{self.monitor}/{key}"])
         if self._trials.report(running, value, self.epochs):
           ended[group] = running
         is_best = running.best_epoch == len(running.values) - 1
-        if is_best and self._may_win(running):
+        if is_best and self._best.may_win(running):
           better.append(group)
-      self._keep(better)
+      if better:
+        self._best.keep(better, self.state_of_groups())
       for group, running in ended.items():
-        self._finish(group, running)
+        is_complete = len(running.values) == self.epochs
+        self._best.finish(group, running, is_complete)
       self._start(ended)
     if not any(self._running):
       self.model.stop_training = True
@@ -321,123 +307,7 @@ class OptunaSearch(group_callback.GroupMonitor):
         copies[replica] = self._initial[entry.name][group]
       state.copies.write(entry.variable, copies)
     group_state.accept_values(self.model.optimizer)
-    self._write_settings()
-
-  def _prepare(self, settings: dict[str, float]) -> None:
-    """Creates the variables of settings, before a step is traced."""
-    if _RATE in settings:
-      group_rates.check(self.model, "OptunaSearch")
-    optimizer = self.model.optimizer
-    before = getattr(optimizer, "group_settings", None) or {}
-    own = {*vars(inner_lib.innermost(optimizer)), *settings_lib.LIMITS}
-    new = (set(settings) & own) - {_RATE, *before, *self._values}
-    if not new:
-      return
-    if not names_lib.steps_of(optimizer):
-      kind = type(optimizer).__name__
-      raise ValueError(
-        f"`suggest` returns {sorted(new)}, but {kind} has one number for all"
-        f" groups. Use CrossShardOptimizer({kind}(...))."
-      )
-    rows = {name: [settings[name]] * len(self.keys) for name in new}
-    optimizer.group_settings = {**before, **rows}
-    if self.model.train_function is not None:
-      # An earlier `fit` has traced a step that does not read them.
-      self.model.make_train_function(force=True)
-
-  def _write_settings(self) -> None:
-    """Sets the settings of all groups to those of their trials."""
-    optimizer = self.model.optimizer
-    rows = getattr(optimizer, "group_settings", None) or {}
-    rates = {_RATE: group_rates.read(self.model)} if self._has(_RATE) else {}
-    if rates:
-      group_rates.write(self.model, self._merged(rates)[_RATE])
-    if self._merged(rows) != rows:
-      optimizer.group_settings = self._merged(rows)
-    self._write_values()
-
-  def _write_values(self) -> None:
-    for name, value in self._values.items():
-      value.create(len(self._running), self.model.distribute_strategy)
-      assert value.numbers is not None
-      row = self._merged({name: value.numbers.read()})[name]
-      value.numbers.assign(row)
-
-  def _has(self, name: str) -> bool:
-    return any(r is not None and name in r.settings for r in self._running)
-
-  def _merged(self, rows: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Returns rows with the numbers of the trials that groups train."""
-    return {
-      name: [
-        old if running is None else running.settings.get(name, old)
-        for old, running in zip(row, self._running, strict=True)
-      ]
-      for name, row in rows.items()
-    }
-
-  def _check_names(self) -> None:
-    """Raises `ValueError` if nothing reads a setting, or none was returned."""
-    first = next(filter(None, self._running), None)
-    if first is None:
-      return
-    optimizer = self.model.optimizer
-    own = getattr(optimizer, "group_settings", None) or {}
-    known = {_RATE, *own, *self._values}
-    for name in set(first.settings) - known:
-      inner = vars(inner_lib.innermost(optimizer))
-      candidates = [*known, *(n for n in inner if not n.startswith("_"))]
-      close = difflib.get_close_matches(name, candidates, 1)
-      meant = f" (did you mean {close[0]!r}?)" if close else ""
-      raise ValueError(
-        f"Nothing reads the setting {name!r} that `suggest` returns. Correct"
-        f" the name{meant}, or read search.value({name!r}) in the model."
-      )
-    for name in set(self._values) - set(first.settings):
-      raise ValueError(
-        f"The model reads search.value({name!r}), but `suggest` returns only"
-        f" {sorted(first.settings)}. Add {name!r} to what it returns."
-      )
-
-  # Weights.
-
-  def _may_win(self, running: study_lib.Running) -> bool:
-    """Returns whether a trial is better than the best complete one."""
-    sign = self._trials.sign
-    return self._best is None or sign * running.best > sign * self._best.best
-
-  def _keep(self, groups: Sequence[int]) -> None:
-    """Keeps the weights of groups whose epoch may be the best of all."""
-    if not groups:
-      return
-    state = self.state_of_groups()
-    for entry in state.entries:
-      copies = state.copies.here(entry.variable)
-      for group in groups:
-        of_members = [copies[r] for r in state.groups.assignment[group]]
-        merged = group_models.merged(entry, of_members)
-        self._kept[group][entry.name] = merged
-
-  def _finish(self, group: int, running: study_lib.Running) -> None:
-    """Keeps the weights of a trial that is the best complete one so far."""
-    weights, self._kept[group] = self._kept[group], {}
-    is_complete = len(running.values) == self.epochs
-    if not (is_complete and weights and self._may_win(running)):
-      return
-    self._best, self._weights = running, weights
-    if self._folder is not None:
-      about = {
-        "format": group_state.FORMAT,
-        "group_assignment": [[0]],
-        "names": list(weights),
-        "values": dataclasses.asdict(running),
-      }
-      arrays = {group_state.key(n, 0): array for n, array in weights.items()}
-      archive.write(self._path(running.number), arrays, about)
-
-  def _path(self, number: int) -> Any:
-    assert self._folder is not None
-    return self._folder / f"trial_{number}.npz"
+    self._settings.write(self.model, self._running)
 
   def best_model(self) -> Any:
     """Returns a plain Keras model with the weights of the study's best trial.
@@ -454,28 +324,13 @@ class OptunaSearch(group_callback.GroupMonitor):
       number = self.study.best_trial.number
     except ValueError as error:
       raise ValueError("No trial of the study is complete.") from error
-    settings, weights = self._weights_of(number)
+    settings, weights = self._best.load(number)
     if not any(self._running):
-      self._running = [study_lib.Running(number, settings)] * len(self.keys)
-      self._write_values()
-      self._running = [None] * len(self.keys)
+      best = study_lib.Running(number, settings)
+      self._settings.write_values(self.model, [best] * len(self.keys))
     plain = group_models.load_group(self.model, 0, self.model.optimizer)
     group_models.assign(self.state_of_groups(), weights, plain)
     return plain
-
-  def _weights_of(self, number: int) -> tuple[dict[str, float], Weights]:
-    """Returns the settings and the weights of a complete trial."""
-    if self._best is not None and self._best.number == number:
-      return self._best.settings, self._weights
-    if self._folder is None or not self._path(number).exists():
-      raise ValueError(
-        f"The best trial is {number}, whose weights this process does not have."
-        " Pass `folder`, one folder for all processes that share the study."
-      )
-    with archive.reading(self._path(number)) as file:
-      names = file.about["names"]
-      weights = {name: file[group_state.key(name, 0)] for name in names}
-      return file.about["values"]["settings"], weights
 
   # The end, and backups.
 
@@ -496,17 +351,13 @@ class OptunaSearch(group_callback.GroupMonitor):
       "plan": [self.monitor, self.trials, self.epochs],
       "fit": self._trials.fit,
       "running": [r and dataclasses.asdict(r) for r in self._running],
-      "best": self._best and dataclasses.asdict(self._best),
+      "best": self._best.best and dataclasses.asdict(self._best.best),
     }
     # JSON, which does not round floats, in the form of an array for a file.
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     state = {**super().state(), "search": text}
-    groups = {f"kept_{i}": kept for i, kept in enumerate(self._kept)}
-    for kind, arrays in {
-      "initial": self._initial,
-      "weights": self._weights,
-      **groups,
-    }.items():
+    parts = {"initial": self._initial, **self._best.state()}
+    for kind, arrays in parts.items():
       state |= {f"{kind}/{name}": array for name, array in arrays.items()}
     return state
 
@@ -526,20 +377,16 @@ class OptunaSearch(group_callback.GroupMonitor):
         " same as before, or delete the backup."
       )
 
-    def arrays(kind: str) -> Weights:
-      start = f"{kind}/"
-      return {
-        name.removeprefix(start): array
-        for name, array in state.items()
-        if name.startswith(start)
-      }
-
+    parts: dict[str, weights_lib.Weights] = {}
+    for key, array in state.items():
+      kind, _, name = key.partition("/")
+      parts.setdefault(kind, {})[name] = array
     self._running = [r and study_lib.Running(**r) for r in about["running"]]
-    self._kept = [arrays(f"kept_{i}") for i in range(len(self._running))]
-    self._best = about["best"] and study_lib.Running(**about["best"])
-    self._initial, self._weights = arrays("initial"), arrays("weights")
+    best = about["best"] and study_lib.Running(**about["best"])
+    self._best.set_state(best, parts)
+    self._initial = parts["initial"]
     self._trials.resume(about["fit"], self._running)
     if any(self._running):
-      self._write_settings()
+      self._settings.write(self.model, self._running)
     else:
       self.model.stop_training = True
