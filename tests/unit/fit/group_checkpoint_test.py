@@ -70,16 +70,30 @@ def test_each_member_has_its_own_statistics(tmp_path: pathlib.Path) -> None:
     np.testing.assert_array_equal(value, right)
 
 
+def _resume(model: Any, path: pathlib.Path, *options: Any) -> Any:
+  """Returns the callback in a run that BackupAndRestore resumes."""
+  [keep] = cases.begin(model, callbacks.GroupCheckpoint(path, *options))
+  keep.set_state(callbacks.GroupCheckpoint(path).state())
+  return keep
+
+
 @pytest.mark.tf_keras_mode
-def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("how", ["resumed", "the same callback"])
+def test_the_best_of_an_earlier_fit_is_kept(
+  how: str, tmp_path: pathlib.Path
+) -> None:
   """One group improves; another one never had a finite metric.
 
   The folder is created.
   """
   path, model = tmp_path / "new" / "folder" / "best", cases.grouped()
+  same = callbacks.GroupCheckpoint(path)
   values = [(0.5, np.nan), (9.0, 0.1), (0.25, 4.0), (9.0, 9.0)]
   for run, logs in enumerate(values):
-    [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
+    if how == "resumed":
+      keep = _resume(model, path)
+    else:
+      [keep] = cases.begin(model, same)
     model.layers[-1].bias.assign(np.full(2, 10.0 * run))
     keep.on_epoch_end(0, {f"val_loss/group_{i}": logs[i] for i in (0, 1)})
     replica_state.restore(path, model.optimizer, model)
@@ -88,7 +102,22 @@ def test_the_best_of_an_earlier_run_is_kept(tmp_path: pathlib.Path) -> None:
   np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
 
 
-def test_file_of_another_run_raises_an_error(tmp_path: pathlib.Path) -> None:
+def test_a_new_callback_begins_anew(tmp_path: pathlib.Path) -> None:
+  """Whatever model and metric a file at its path is of."""
+  path = tmp_path / "best"
+  for model, loss in ((cases.grouped(outputs=3), 0.1), (cases.grouped(), 9.0)):
+    [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
+    model.layers[-1].bias.assign(np.full(model.output_shape[-1], loss))
+    keep.on_epoch_end(0, {f"val_loss/group_{i}": loss for i in (0, 1)})
+  assert keep.best == [9.0, 9.0]
+  model.layers[-1].bias.assign(np.zeros(2))
+  replica_state.restore(path, model.optimizer, model)
+  assert (np.array(testbed.copies(model.layers[-1].bias)) == 9.0).all()
+
+
+def test_resuming_with_the_file_of_another_run_raises_an_error(
+  tmp_path: pathlib.Path,
+) -> None:
   """An error before the first epoch; the file is not replaced."""
   model, path = cases.grouped(), tmp_path / "best"
   [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
@@ -101,10 +130,10 @@ def test_file_of_another_run_raises_an_error(tmp_path: pathlib.Path) -> None:
     (cases.grouped(outputs=3), "val_loss", another_shape),
   ):
     with pytest.raises(replica_state.CheckpointError, match=words):
-      cases.begin(other, callbacks.GroupCheckpoint(path, monitor))
+      _resume(other, path, monitor)
   path.write_text("no checkpoint")
   with pytest.raises(replica_state.CheckpointError, match="is damaged"):
-    cases.begin(model, callbacks.GroupCheckpoint(path))
+    _resume(model, path)
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError, match="file"):
     cases.begin(model, callbacks.GroupCheckpoint(tmp_path / "file" / "best"))

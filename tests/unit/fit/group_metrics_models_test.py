@@ -167,7 +167,6 @@ def test_each_model_may_have_its_own_validation_data() -> None:
     assert mine == pytest.approx(right, rel=2e-6)
 
 
-@pytest.mark.tf_keras_mode
 def test_stateful_layers() -> None:
   """Evaluating by the callback leaves the states of training unchanged."""
   x = _RNG.normal(size=(8, 4, 2)).astype("float32")

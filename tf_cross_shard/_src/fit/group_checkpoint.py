@@ -47,10 +47,11 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   >>> [int(i) for i in replica_state.group_values(sgd.iterations, optimizer)]
   [1, 1]
 
-  The best value is the best of all calls of `fit` that wrote this file, in this
-  process or in an earlier one: a resumed run replaces a group's state only with
-  a better one. Delete the file to start again. The first worker keeps a copy of
-  the file's contents in memory.
+  As Keras' ModelCheckpoint does, a new callback begins anew, whatever file is
+  at its path, and the same callback in another `fit` keeps its best values. A
+  run that `BackupAndRestore` resumes continues with the file: it replaces a
+  group's state only with a better one. The first worker keeps a copy of the
+  file's contents in memory.
   """
 
   _counters = ("best_epoch",)
@@ -71,35 +72,50 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     """
     super().__init__(monitor, mode)
     self._path = paths_lib.as_path(path)
+    # The arrays in the file.
     self._kept: dict[str, archive.Array] = {}
     self._is_new = True
 
-  def state(self) -> dict[str, Any]:
-    return {}
-
   def on_train_begin(self, logs: Any = None) -> None:
-    """Reads an existing file, or creates the folder.
+    """Creates the folder.
+
+    Raises:
+      OSError: If the folder cannot be created; raised on all workers.
+    """
+    numbers = self._numbers
+    super().on_train_begin(logs)
+    if len(numbers.get("best", ())) == len(self.keys):
+      self._numbers = numbers  # Of an earlier `fit`.
+    else:
+      self._kept = {}
+    copies = replicas_lib.Copies(self.model.distribute_strategy)
+    topic = f"creating {self._path.parent.name}"
+    with group_state.raising_on_all(copies.workers, topic):
+      if copies.is_first:
+        paths_lib.make_folder(self._path.parent)
+    self._is_new = False
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Reads the file of the run that continues, and its best values.
+
+    They are newer than those in `state`, if epochs have ended since.
 
     Raises:
       CheckpointError: If the file was written for another model or metric;
         raised on all workers.
-      OSError: If the file cannot be read or the folder cannot be created;
-        raised on all workers.
+      OSError: If the file cannot be read; raised on all workers.
     """
-    super().on_train_begin(logs)
-    self._kept = {}
+    del state
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     topic = f"reading {self._path.name}"
     with group_state.raising_on_all(copies.workers, topic) as outcomes:
       if copies.is_first:
-        paths_lib.make_folder(self._path.parent)
         # If the first write was killed where a rename is not atomic, no epoch
         # was best yet.
         with paths_lib.as_os_errors(self._path):
           exists = self._path.exists() and archive.is_complete(self._path)
         outcomes[0]["numbers"] = self._read() if exists else {}
-    self.set_state(outcomes[0]["numbers"])
-    self._is_new = False
+    super().set_state(outcomes[0]["numbers"])
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Writes the file if the metric of any group in the logs improved.

@@ -12,7 +12,6 @@ import numpy as np
 from tensorflow.python.eager import context
 
 from tf_cross_shard._src.core import group_numbers, parts, validation
-from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -91,13 +90,15 @@ def initialize(
       _values_of_seed(state, build, i, seed, keras)
       for i, seed in enumerate(numbers)
     ]
-    fresh = _unbuilt_copies(optimizer, model)
+    initial = _initial_state(optimizer, model)
   here = state.copies.engine.replicas_here
   for entry in state.entries:
     arrays = [values[state.groups.index_of(r)][entry.name] for r in here]
     state.copies.write(entry.variable, arrays)
-  for own, copy in fresh:
-    _reset(state.copies, own, copy)
+  replicas = range(state.groups.num_replicas)
+  for variable, copy in initial:
+    arrays = state.copies.read(copy, replicas)[here.start : here.stop]
+    state.copies.write(variable, arrays)
   if optimizer is not None:
     group_state.accept_values(optimizer)
 
@@ -124,40 +125,50 @@ def _values_of_seed(
     }
 
 
-def _unbuilt_copies(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
-  """Returns each built optimizer of a model, with a new one like it."""
+def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
+  """Returns each variable of the built optimizers, with an initial copy.
+
+  The copies are those of new optimizers, made from the configurations.
+  """
   if optimizer is None:
     return []
   pairs = []
   for own in tracked.with_state(optimizer, model).values():
     outermost, *_ = nested = list(names_lib.nested_optimizers(own))
-    if any(map(keras_private.is_built, nested)):
-      with keras_private.strategy(nested[-1]).scope():
-        copy = type(outermost).from_config(outermost.get_config())
-      pairs.append((outermost, copy))
+    if not any(map(keras_private.is_built, nested)):
+      continue
+    # Not all optimizers of tf_keras tell what they train.
+    trained = keras_private.trained(nested[-1]) or model.trainable_variables
+    wrapper = next(filter(None, map(parts.find, nested)), None)
+    if wrapper is not None:
+      trained = wrapper.inner.whole.trainable_variables
+    with keras_private.strategy(nested[-1]).scope():
+      copy = type(outermost).from_config(outermost.get_config())
+      create = getattr(copy, "build", None) or copy._create_all_weights
+      create(trained)
+    kept = set(map(id, names_lib.rate_variables(own)))
+    initial = names_lib.state_variables(copy)
+    pairs += [
+      (variable, _of_name(name, initial))
+      for name, variable in names_lib.state_variables(own)
+      if id(variable) not in kept
+    ]
   return pairs
 
 
-def _reset(copies: replicas_lib.Copies, own: Any, copy: Any) -> None:
-  """Gives an optimizer the state that a copy has when it is built."""
-  *_, innermost = names_lib.nested_optimizers(own)
-  wrapper = next(
-    filter(None, map(parts.find, names_lib.nested_optimizers(own))), None
+def _of_name(name: str, variables: Sequence[tuple[str, Any]]) -> Any:
+  """Returns the variable of a name.
+
+  In tf_keras, a slot that a step creates has the name of its optimizer before
+  its own name.
+  """
+  for other, variable in variables:
+    if f"/{name}".endswith(f"/{other}"):
+      return variable
+  raise ValueError(
+    f"`optimizer` has {name}, which a new one of its configuration lacks. Pass"
+    " an optimizer that is not built."
   )
-  trained = keras_private.trained(innermost)
-  if wrapper is not None:
-    trained = wrapper.inner.whole.trainable_variables
-  with keras_private.strategy(innermost).scope():
-    create = getattr(copy, "build", None) or copy._create_all_weights
-    create(trained)
-  initial = dict(names_lib.state_variables(copy))
-  kept = set(map(id, names_lib.rate_variables(own)))
-  replicas = range(copies.engine.num_replicas)
-  here = copies.engine.replicas_here
-  for name, variable in names_lib.state_variables(own):
-    if id(variable) not in kept and name in initial:
-      values = copies.read(initial[name], replicas)
-      copies.write(variable, values[here.start : here.stop])
 
 
 @contextlib.contextmanager
@@ -165,7 +176,8 @@ def _keeping_random_states(keras: Any) -> Iterator[None]:
   """Restores the random states of Python, NumPy, TensorFlow and Keras."""
   of_python, of_numpy = random.getstate(), np.random.get_state()
   eager = context.context()
-  of_tensorflow = eager._seed, eager._rng
+  # TensorFlow has no generator before the first seed is set.
+  of_tensorflow = eager._seed, getattr(eager, "_rng", None)
   with _keeping_keras_states(keras):
     try:
       yield
@@ -173,6 +185,8 @@ def _keeping_random_states(keras: Any) -> Iterator[None]:
       random.setstate(of_python)
       np.random.set_state(of_numpy)
       eager._seed, eager._rng = of_tensorflow
+      if eager._rng is None:
+        del eager._rng
 
 
 @contextlib.contextmanager
