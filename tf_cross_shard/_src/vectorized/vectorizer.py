@@ -44,7 +44,7 @@ _BY_PFOR: Final[dict[str, Converter]] = {}
 _in_loop_by_pfor: Final[Any] = pfor._fallback_converter
 
 
-class Conversion(pfor.PForConfig):  # type: ignore[misc]
+class Conversion(pfor.PForConfig):  # type: ignore[name-defined]
   """What the rewriters of one program share.
 
   Attributes:
@@ -63,7 +63,7 @@ class Conversion(pfor.PForConfig):  # type: ignore[misc]
     self.of_branches: dict[int, list[Wrapped]] = {}
 
 
-class Rewriter(pfor.PFor):  # type: ignore[misc]
+class Rewriter(pfor.PFor):  # type: ignore[name-defined]
   """Rewrites one graph.
 
   In a branch that only some models take, and in a loop that some have left, all
@@ -173,6 +173,8 @@ def vectorize(
       raise
     unknown = cannot_vectorize(str(error).split()[5])
     raise NotImplementedError(f"{unknown}{_place(error)}") from error
+  finally:  # It would keep the graph.
+    getattr(pfor, "_channel_flatten_input_cache", {}).clear()
   if conversion.looped:
     logging.info(
       "VectorizedStrategy runs these operations once for each model, because"
@@ -184,7 +186,7 @@ def vectorize(
 
 def _place(error: Exception) -> str:
   """Returns the user's line that created the operation; "" if unknown."""
-  operation = getattr(error, "operation", None)
+  operation: Any = getattr(error, "operation", None)
   frames = getattr(operation, "traceback", None) or ()
   libraries = "site-packages", "dist-packages", "tf_cross_shard/_src"
   users = [f for f in frames if not any(x in f.filename for x in libraries)]
