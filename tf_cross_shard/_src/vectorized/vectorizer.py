@@ -177,7 +177,7 @@ def vectorize(
     getattr(pfor, "_channel_flatten_input_cache", {}).clear()
   if conversion.looped:
     logging.info(
-      "VectorizedStrategy runs these operations once for each model, because"
+      "VectorizedStrategy runs these operations once for each replica, because"
       " TensorFlow cannot vectorize them: %s.",
       ", ".join(f"{name} ({n})" for name, n in conversion.looped.items()),
     )
