@@ -201,13 +201,21 @@ EFFECTS: dict[str, Body] = {
   "check": lambda v, i, a: tf.debugging.check_numerics(a, "") + 1.0,
 }
 _WITHOUT_GRADIENT = {"argmax"}
-_NOT_COMPILED = {"host", "assertion"}
+# XLA has no such operations, or other random numbers.
+_NOT_COMPILED = {"host", "assertion", "assign a row", "stateless random"}
 
 
 @pytest.mark.parametrize("name", [*BODIES, *EFFECTS])
 def test_a_loop_that_models_leave_one_by_one(name: str) -> None:
   body = {**BODIES, **EFFECTS}[name]
   _compare(lambda v, n, x: _loop(body, v, n, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*BODIES, *EFFECTS} - _NOT_COMPILED))
+def test_a_compiled_loop_that_models_leave_one_by_one(name: str) -> None:
+  body = {**BODIES, **EFFECTS}[name]
+  _compare(lambda v, n, x: _loop(body, v, n, x), jit=True)
 
 
 @pytest.mark.parametrize("name", [*BODIES, *EFFECTS])
@@ -221,9 +229,10 @@ def test_a_loop_that_some_models_enter(name: str) -> None:
   _compare(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("some_enter", [False, True])
-def test_gradients_of_loops(name: str, some_enter: bool) -> None:
+def test_gradients_of_loops(some_enter: bool, name: str) -> None:
   if name in _WITHOUT_GRADIENT:
     pytest.skip("TensorFlow has no gradient of its own.")
 
@@ -241,3 +250,10 @@ def test_gradients_of_loops(name: str, some_enter: bool) -> None:
     return of_x, x if of_v is None else tf.convert_to_tensor(of_v)
 
   _compare(step, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "name", ["tanh", "nested loop", "condition of a slice"]
+)
+def test_some_gradients_of_loops(name: str) -> None:
+  test_gradients_of_loops(True, name)

@@ -35,15 +35,18 @@ def _unique(call: Call) -> Any:
   return [wrap(indices, True), wrap(position, True)]
 
 
-@converts("PadV2", forced=False)
+@converts("Pad", "PadV2", forced=False)
 def _pad(call: Call) -> Any:
-  """Pads with a value. pfor's own converter pads with zeros."""
-  value = call.input(2)
-  if call.input(1).is_stacked or value.is_stacked:
+  """Pads, with zeros or a number. pfor pads with zeros only."""
+  rank = call.op.inputs[0].shape.rank
+  # TensorFlow pads six axes.
+  if rank is None or rank > 5 or any(x.is_stacked for x in call.inputs[1:]):
     return vectorizer.in_loop(call)
-  paddings = tf.pad(call.unstacked_input(1), [[1, 0], [0, 0]])
-  padded = _raw.PadV2(
-    input=stacked(call, 0), paddings=paddings, constant_values=value.t
+  value = call.input(2).t if call.num_inputs > 2 else 0
+  padded = tf.pad(
+    call.input(0).t,
+    tf.pad(call.input(1).t, [[1, 0], [0, 0]]),
+    constant_values=value,
   )
   return [wrap(padded, True)]
 
@@ -67,3 +70,139 @@ def _zeros(call: Call) -> Any:
   zeros = _raw.ZerosLike(x=given.t)
   handle_data_util.copy_handle_data(given.t, zeros)
   return [wrap(zeros, given.is_stacked)]
+
+
+# pfor's converters are right for four axes only.
+
+
+@converts("BiasAdd", forced=False)
+def _bias_add(call: Call) -> Any:
+  """Adds a number for each channel, the last axis or axis 1."""
+  value, bias = call.input(0), call.input(1)
+  rank = call.op.inputs[0].shape.rank
+  if rank is None:
+    return vectorizer.in_loop(call)
+  is_first = call.get_attr("data_format") == b"NCHW"
+  ones = [1] * (rank - 2)
+  shape = [-1, *ones] if is_first else [*ones, -1]
+  size = tf.shape(bias.t)[-1]
+  shape = [size if x == -1 else x for x in [1, *shape]]
+  count = [tf.shape(bias.t)[0]] if bias.is_stacked else []
+  return [wrap(value.t + tf.reshape(bias.t, [*count, *shape]), True)]
+
+
+@converts("BiasAddGrad", forced=False)
+def _bias_add_grad(call: Call) -> Any:
+  gradient, rank = call.input(0).t, call.op.inputs[0].shape.rank
+  if rank is None:
+    return vectorizer.in_loop(call)
+  channel = 1 if call.get_attr("data_format") == b"NCHW" else rank - 1
+  axes = [i + 1 for i in range(rank) if i != channel]
+  return [wrap(tf.reduce_sum(gradient, axes), True)]
+
+
+@converts("Squeeze", forced=False)
+def _squeeze(call: Call) -> Any:
+  """Drops axes of size 1. Without axes, pfor's drops that of one model."""
+  value, axes = call.input(0).t, call.get_attr("squeeze_dims")
+  if axes:
+    axes = [i + 1 if i >= 0 else i for i in axes]
+    return [wrap(tf.squeeze(value, axes), True)]
+  sizes = tf.shape(value)
+  kept = tf.concat([[True], sizes[1:] != 1], axis=0)
+  before = call.op.inputs[0].shape
+  shape = tf.boolean_mask(sizes, kept)
+  if before.is_fully_defined():
+    shape = [vectorizer.num_models(call), *(x for x in before if x != 1)]
+  return [wrap(tf.reshape(value, shape), True)]
+
+
+@converts("Softmax", "LogSoftmax", forced=False)
+def _softmax(call: Call) -> Any:
+  """Computes a softmax over the last axis; TensorFlow takes five axes."""
+  value = call.input(0).t
+  shape = tf.shape(value)
+  flat = tf.reshape(value, tf.stack([-1, shape[-1]]))
+  flat = getattr(_raw, call.op_type)(logits=flat)
+  return [wrap(tf.reshape(flat, shape), True)]
+
+
+@converts("SoftmaxCrossEntropyWithLogits", forced=False)
+def _cross_entropy(call: Call) -> Any:
+  """Repeats logits or labels of one row, which the operation takes."""
+  logits, labels = stacked(call, 0), stacked(call, 1)
+  shape = tf.broadcast_dynamic_shape(tf.shape(logits), tf.shape(labels))
+  flat = tf.stack([-1, shape[-1]])
+  loss, gradient = _raw.SoftmaxCrossEntropyWithLogits(
+    features=tf.reshape(tf.broadcast_to(logits, shape), flat),
+    labels=tf.reshape(tf.broadcast_to(labels, shape), flat),
+  )
+  loss = tf.reshape(loss, shape[:-1])
+  return [wrap(loss, True), wrap(tf.reshape(gradient, shape), True)]
+
+
+# pfor adds 1 to negative axes, too, and so moves the models.
+
+
+def _axes(call: Call, i: int) -> tf.Tensor:
+  """Returns axes that count from the first one, with that of the models."""
+  axes = call.unstacked_input(i)
+  rank = tf.cast(tf.rank(call.input(0).t) - 1, axes.dtype)
+  return tf.where(axes < 0, axes + rank, axes) + 1
+
+
+@converts("Transpose", "ConjugateTranspose", forced=False)
+def _transpose(call: Call) -> Any:
+  if not call.input(0).is_stacked or call.input(1).is_stacked:
+    return vectorizer.in_loop(call)
+  order = tf.concat([[0], _axes(call, 1)], axis=0)
+  operation = getattr(_raw, call.op_type)
+  return [wrap(operation(x=call.input(0).t, perm=order), True)]
+
+
+@converts("Roll", forced=False)
+def _roll(call: Call) -> Any:
+  if any(x.is_stacked for x in call.inputs[1:]):
+    return vectorizer.in_loop(call)
+  value, shift = call.input(0).t, call.input(1).t
+  return [wrap(_raw.Roll(input=value, shift=shift, axis=_axes(call, 2)), True)]
+
+
+# pfor's converters fail for some inputs.
+
+
+@converts("ClipByValue", forced=False)
+def _clip(call: Call) -> Any:
+  """Clips between numbers, or between tensors of the shape of the input."""
+  rank = call.op.inputs[0].shape.rank
+  if rank is None:
+    return vectorizer.in_loop(call)
+  value, least, most = (_of_rank(stacked(call, i), rank + 1) for i in range(3))
+  return [wrap(tf.maximum(tf.minimum(value, most), least), True)]
+
+
+def _of_rank(value: tf.Tensor, rank: int) -> tf.Tensor:
+  ones = [1] * (rank - value.shape.rank)
+  shape = tf.shape(value)
+  return tf.reshape(value, tf.concat([shape[:1], ones, shape[1:]], axis=0))
+
+
+@converts("ApproximateEqual", forced=False)
+def _approximately_equal(call: Call) -> Any:
+  """Compares tensors of one shape: TensorFlow does not broadcast them."""
+  result = _raw.ApproximateEqual(
+    x=stacked(call, 0), y=stacked(call, 1), tolerance=call.get_attr("tolerance")
+  )
+  return [wrap(result, True)]
+
+
+@converts("Fill", forced=False)
+def _fill(call: Call) -> Any:
+  dims, value = call.unstacked_input(0), call.input(1).t
+  rank = call.op.outputs[0].shape.rank
+  if rank is None:
+    return vectorizer.in_loop(call)
+  count = vectorizer.num_models(call)
+  value = tf.reshape(value, [count, *[1] * rank])
+  shape = tf.concat([tf.constant([count], dims.dtype), dims], axis=0)
+  return [wrap(tf.broadcast_to(value, shape), True)]

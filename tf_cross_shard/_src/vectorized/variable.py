@@ -323,6 +323,14 @@ class RowView:
     """The handle of the variable, which a tape records when it reads a copy."""
     return self._variable.handle
 
+  def ref(self) -> Any:
+    """Returns a reference to the variable.
+
+    A custom gradient that is traced on the host, as Keras does to find out the
+    shape of an output, asks the copies that it has read for it.
+    """
+    return self._variable.ref()
+
   def read_value(self) -> tf.Tensor:
     """Returns the value of this copy."""
     return self._variable.read_stack()[self._replica]

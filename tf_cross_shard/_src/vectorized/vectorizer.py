@@ -179,9 +179,11 @@ def vectorize(
       raise
     unknown = cannot_vectorize(str(error).split()[5])
     raise NotImplementedError(f"{unknown}{_place(error)}") from error
+  finally:  # It would keep the graph.
+    getattr(pfor, "_channel_flatten_input_cache", {}).clear()
   if conversion.looped:
     logging.info(
-      "VectorizedStrategy runs these operations once for each model, because"
+      "VectorizedStrategy runs these operations once for each replica, because"
       " TensorFlow cannot vectorize them: %s.",
       ", ".join(f"{name} ({n})" for name, n in conversion.looped.items()),
     )
