@@ -20,6 +20,7 @@ import ast
 import collections
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import pathlib
@@ -326,16 +327,13 @@ def _tolerance(layer: Any) -> tuple[float, float]:
 
 def _first_line(error: BaseException) -> str:
   """Returns the class of an error, and the first line that says something."""
-  lines = [line.strip() for line in str(error).splitlines()]
-  if lines and lines[0].startswith("Graph execution error"):
-    # A traceback of the step's Python code follows, and then the message.
-    detected = [
-      i for i, line in enumerate(lines) if line.startswith("Detected")
-    ]
-    lines = [*(line for line in lines[(detected or [0])[-1] + 1 :] if line)][
-      -3:
-    ]
-  lines = [line for line in lines if line and not line.startswith("File")]
+  text = str(error)
+  if text.startswith("Graph execution error"):
+    # The lines of the Python code follow, and then the message.
+    text = text.split("<stack traces unavailable>")[-1].split("Detected at")[-1]
+    lines = [line for line in text.splitlines() if not line.startswith("  ")]
+    text = "\n".join(lines[-4:])
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
   return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
@@ -540,6 +538,8 @@ def run_all() -> Iterator[Result]:
     results.append(_judge(self.id(), arguments, kwargs))
 
   for path in sorted({path for paths in files_of().values() for path in paths}):
+    # The models of a file are many cycles of objects, which hold gigabytes.
+    gc.collect()
     for name, error in _run_file(path, run_layer_test):
       print(f"{name} ended early: {_first_line(error)}", flush=True)
     yield from results
