@@ -2,6 +2,7 @@
 
 # Tests that take more than two minutes on one core.
 LARGE = [
+    "equivalence/keras_layers_test.py",
     "equivalence/mixed_precision_test.py",
     "equivalence/random_programs_test.py",
     "equivalence/repeated_ids_test.py",
@@ -21,6 +22,7 @@ LARGE = [
 # Tests that take long. tools/test.sh leaves them out; .ci/run runs them.
 SLOW = [
     "equivalence/batch_normalization_test.py",
+    "equivalence/keras_layers_test.py",
     "equivalence/keras_own_test.py",
     "equivalence/mixed_precision_test.py",
     "equivalence/original_test.py",

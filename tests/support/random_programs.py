@@ -53,6 +53,68 @@ _VARIABLES: dict[
   "large": ((40, 30), lambda v, f: f["x"][:, :2] * tf.reduce_sum(v)),
   "unused": ((2,), lambda v, f: tf.zeros_like(f["y"])),
 }
+
+
+def _product(variable: Any, features: Features) -> Any:
+  """Returns two numbers for each example, which are linear in the variable."""
+  if variable.shape.rank == 2:
+    return tf.matmul(features["x"], variable)
+  return features["x"][:, : variable.shape.rank + 1] * variable
+
+
+def _branch(variable: Any, features: Features) -> Any:
+  """Takes another branch for other data and for other weights."""
+  product, y = _product(variable, features), features["y"]
+  return tf.cond(
+    tf.reduce_sum(product) > 0,
+    lambda: (product - y) ** 2,
+    lambda: (2 * product - y) * y,
+  )
+
+
+def _turn(value: Any, count: Any) -> Any:
+  """Turns the columns and the sign `count` times, so that no number grows."""
+
+  def body(i: Any, turned: Any) -> Any:
+    return i + 1, -tf.reverse(turned, [1])
+
+  return tf.while_loop(lambda i, _: i < count, body, [0, value])[1]
+
+
+def _loop(variable: Any, features: Features) -> Any:
+  return (_turn(_product(variable, features), 3) - features["y"]) ** 2
+
+
+def _loop_of_data(variable: Any, features: Features) -> Any:
+  """Iterates between 0 and 3 times."""
+  count = tf.reduce_sum(features["ids"]) % 4
+  return (_turn(_product(variable, features), count) - features["y"]) ** 2
+
+
+def _loop_in_branch(variable: Any, features: Features) -> Any:
+  product, count = _product(variable, features), features["ids"][0]
+  # The number of iterations also depends on the branch.
+  turned = tf.cond(
+    tf.reduce_sum(features["ids"]) % 2 > 0,
+    lambda: _turn(product, count),
+    lambda: _turn(2 * product, count + 1),
+  )
+  return (turned - features["y"]) ** 2
+
+
+# Control flow, which `vectorized` draws in place of the variables of one shape.
+_FLOWS: dict[str, Callable[[Any, Features], Any]] = {
+  "branch": _branch,
+  "loop": _loop,
+  "loop_of_data": _loop_of_data,
+  "loop_in_branch": _loop_in_branch,
+}
+_FLOW_KINDS = {
+  f"{kind}_{name}": (_VARIABLES[kind][0], loss)
+  for kind in ("scalar", "vector", "matrix")
+  for name, loss in _FLOWS.items()
+}
+_LOSSES = _VARIABLES | _FLOW_KINDS
 # Not tanh: where it saturates, its gradient 1 - y ** 2 is the rounding of y.
 _LAYERS: dict[str, Callable[[], Any]] = {
   "dense layer": lambda: tf.keras.layers.Dense(2, "softsign"),
@@ -309,7 +371,15 @@ def vectorized(program: Program) -> Program:
   that they cannot divide would repeat examples, which plain Keras does not.
   """
   sizes = program.sizes[:1] * program.replicas
-  return program._replace(is_vectorized=True, sizes=sizes)
+  dice = _Dice([program.seed, 4])
+  parts = tuple(
+    # `excluded` names a part by the start of its variable's name.
+    (f"{kind}_{dice.one(list(_FLOWS))}", dtype)
+    if f"{kind}_branch" in _FLOW_KINDS and dice.chance(0.7)
+    else (kind, dtype)
+    for kind, dtype in program.parts
+  )
+  return program._replace(is_vectorized=True, sizes=sizes, parts=parts)
 
 
 class Model(tf.keras.Model):
@@ -331,7 +401,7 @@ class Model(tf.keras.Model):
           variable.assign(start if limit is None else limit(start))
         self.known += value.trainable_variables
       else:
-        start = _numbers(rng, program, _VARIABLES[kind][0])
+        start = _numbers(rng, program, _LOSSES[kind][0])
         value = self._variable(
           tf.constant(start, dtype), f"{kind}_{i}", program
         )
@@ -361,7 +431,7 @@ class Model(tf.keras.Model):
       else:
         [variable] = training.native([value])
         narrow = {k: tf.cast(features[k], variable.dtype) for k in ("x", "y")}
-        loss = _VARIABLES[kind][1](variable, narrow | {"ids": ids})
+        loss = _LOSSES[kind][1](variable, narrow | {"ids": ids})
       total += tf.cast(tf.reduce_sum(loss, axis=1), tf.float32)
     return total
 
