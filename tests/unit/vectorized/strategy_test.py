@@ -211,7 +211,7 @@ class TestOperationsWithoutConverter:
         convolve, (testbed.per_replica(strategy, list(x)), _ids(strategy))
       )
     [record] = [r for r in caplog.records if "VectorizedStrategy" in r.message]
-    assert "once for each model" in record.getMessage()
+    assert "once for each replica" in record.getMessage()
     assert "Conv3D (1)" in record.getMessage()
     for i, own in enumerate(strategy.experimental_local_results(result)):
       filters = tf.fill(kernel.shape, 1.0 + i)

@@ -22,7 +22,6 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
-from tensorflow.python.util import object_identity
 
 from tf_cross_shard._src.vectorized import replica_context
 
@@ -355,10 +354,6 @@ class RowView:
   def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
     """Returns slices of this copy."""
     return tf.gather_nd(self.read_value(), indices, name=name)
-
-  def ref(self) -> Any:
-    """Returns a hashable reference to this object."""
-    return object_identity.Reference(self)
 
   def assign(self, value: Any) -> "RowView":
     """Sets this copy; the copies of other replicas do not change."""
