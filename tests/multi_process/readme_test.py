@@ -54,14 +54,18 @@ def test_readme_is_short_and_index_names_all() -> None:
 
 
 def test_design_names_the_modules() -> None:
-  """The tree in docs/design.md has the files and folders of the first level."""
+  """The tree in docs/design.md has the files and folders, and those of core."""
   house = pages.text("docs/design.md").partition("<!-- house -->")[2]
-  picture, _, _ = house.partition("<!-- /house -->")
-  named = re.findall(r"(?m)^  (\w+(?:\.py|/)) ", picture.split("\ntests/")[0])
+  tree = house.partition("<!-- /house -->")[0].split("\ntf_cross_shard_cli/")[0]
   root = pages.PROJECT / "tf_cross_shard"
-  there = {x.name + "/" for x in root.iterdir() if (x / "__init__.py").exists()}
-  there |= {x.name for x in root.glob("*.py")}
-  assert set(named) == there
+  for folder, indent in ((root, 2), (root / "_src", 4), (root / "_src/core", 6)):
+    named = re.findall(rf"(?m)^ {{{indent}}}(\w+(?:\.py|/)) ", tree)
+    there = [f"{x.parent.name}/" for x in folder.glob("*/__init__.py")]
+    there += [x.name for x in folder.glob("*.py")]
+    is_public = folder == root
+    assert sorted(named) == sorted(
+      name for name in there if is_public or name != "__init__.py"
+    )
 
 
 def test_pages_that_the_package_names_exist() -> None:
