@@ -82,10 +82,10 @@ MUTANTS = [
   Mutant("the gradient seed is not scaled", "_src/core/gradients/differentiate.py", "seed = tf.cast(scale(seed), seed.dtype)", "scale(seed)", "unit/core/gradients/differentiate unit/core/optimizer"),
   # Sums over groups.
   Mutant("a replica receives another group's sum", "_src/core/reduce/mirrored.py", "by_group[self.groups.index_of(replica)]", "by_group[self.groups.index_of(replica) - 1]", "unit/core/reduce/mirrored"),
-  Mutant("gradients are summed twice", "_src/core/reduce/wire.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/reduce/wire"),
-  Mutant("dense gradients are not summed", "_src/core/reduce/wire.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/reduce/wire"),
-  Mutant("row-sparse gradients are not summed", "_src/core/reduce/wire.py", "of_rows = self._sum_sparse([grads[i] for i in rows])", "of_rows = [grads[i] for i in rows]", "unit/core/reduce/wire"),
-  Mutant("sums are not divided by the wire scale", "_src/core/reduce/wire.py", "1.0 / scale", "1.0", "unit/core/reduce/wire unit/core/tf_keras/classes"),
+  Mutant("gradients are summed twice", "_src/core/reduce/gradient_reducer.py", "sums = unpack(add_up(buffers[::-1])[::-1])", "sums = unpack(add_up(add_up(buffers)))", "unit/core/reduce/gradient_reducer"),
+  Mutant("dense gradients are not summed", "_src/core/reduce/gradient_reducer.py", "if not wide or engine.groups.group_size == 1:", "if True:", "unit/core/reduce/gradient_reducer"),
+  Mutant("row-sparse gradients are not summed", "_src/core/reduce/gradient_reducer.py", "of_rows = self._sum_sparse([grads[i] for i in rows])", "of_rows = [grads[i] for i in rows]", "unit/core/reduce/gradient_reducer"),
+  Mutant("sums are not divided by the wire scale", "_src/core/reduce/gradient_reducer.py", "1.0 / scale", "1.0", "unit/core/reduce/gradient_reducer unit/core/tf_keras/classes"),
   Mutant("Keras sums over all replicas again", "_src/core/reduce/engine.py", "return isolation.isolate(self.strategy)", "return contextlib.nullcontext()", "unit/core/reduce/isolation unit/core/reduce/engine unit/core/optimizer"),
   # Windows.
   Mutant("accumulation applies the sum, not the mean", "_src/core/accumulation.py", "means.append((before + grad) / tf.cast(calls, before.dtype))", "means.append(before + grad)", "unit/core/accumulation"),
@@ -96,8 +96,8 @@ MUTANTS = [
   Mutant("None in all calls of a window becomes zeros", "_src/core/accumulation.py", "means.append(None)", "means.append(tf.zeros(variable.shape))", "unit/core/accumulation"),
   Mutant("a gradient that is None in some calls is accepted", "_src/core/accumulation.py", "if has_gradient != self._have_gradients.get(_key(variable), has_gradient):", "if False:", "unit/core/accumulation"),
   # Clipping.
-  Mutant("gradients are clipped after the sum", "_src/core/step.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/wire"),
-  Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: self.inner.scale_limit(limit)}", "name: limit}", "unit/core/reduce/wire"),
+  Mutant("gradients are clipped after the sum", "_src/core/step.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/gradient_reducer"),
+  Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: self.inner.scale_limit(limit)}", "name: limit}", "unit/core/reduce/gradient_reducer"),
   Mutant("norms of half-precision gradients overflow", "_src/core/gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16)", "if False", "unit/core/gradients/clipping"),
   Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "if sums_rows else grads", "if False else grads", "unit/core/gradients/clipping"),
   Mutant("clipping hides infinities", "_src/core/gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/core/gradients/clipping"),
@@ -113,7 +113,7 @@ MUTANTS = [
   Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded.py", "    if self._may_skip:\n", "    if False:\n", "unit/core/nonfinite"),
   Mutant("a skipped step applies constraints", "_src/core/update/elementwise.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded"),
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded"),
-  Mutant("all groups use the first group's settings", "_src/core/per_group.py", "      return values[group]\n", "      return values[0]\n", "unit/core/group_settings"),
+  Mutant("all groups use the first group's settings", "_src/core/group_settings.py", "tf.gather(own.rows(), group)", "tf.gather(own.rows(), 0)", "unit/core/group_settings"),
   # Islands.
   Mutant("an outer step does not change the groups' weights", "_src/islands/outer_optimizer.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
@@ -125,7 +125,7 @@ MUTANTS = [
   # Rows.
   Mutant("lazy rows update all rows", "_src/core/update/rows.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/core/update/rows"),
   Mutant("rows that occur have no weight decay", "_src/core/update/rows.py", "if decays:", "if False:", "unit/core/update/rows"),
-  Mutant("SGD with momentum is updated by rows without lazy_rows", "_src/core/update/rows.py", _HAS_MOMENTUM, "\n    ", "unit/core/reduce/wire"),
+  Mutant("SGD with momentum is updated by rows without lazy_rows", "_src/core/update/rows.py", _HAS_MOMENTUM, "\n    ", "unit/core/reduce/gradient_reducer"),
   Mutant("weight decay changes rows that do not occur", "_src/core/update/rows.py", "self._inner.without_decay(tables)", "self._inner.without_decay([])", "unit/core/update/rows"),
   Mutant("rows of equal indices are not added up", "_src/core/gradients/row_sparse.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/core/gradients/row_sparse"),
   Mutant("tf.unique's positions count as unique rows", "_src/core/gradients/row_sparse.py", "bool(indices.value_index == 0)", "True", "unit/core/gradients/row_sparse"),
@@ -134,8 +134,8 @@ MUTANTS = [
   Mutant("an overridden attribute is not restored", "_src/core/inner/overriding.py", "        own[name] = before[name]", "        pass", "unit/core/inner/fused"),
   Mutant("kernels use beta powers of the previous step", "_src/core/inner/fused.py", "optimizer.iterations) + 1", "optimizer.iterations)", "unit/core/inner/fused"),
   # The wire.
-  Mutant("gradients travel in their own dtype, not in wire_dtype", "_src/core/gradients/packing.py", "and dtype.size > wire_dtype.size", "and False", "unit/core/gradients/packing"),
-  Mutant("sums keep the wire dtype", "_src/core/gradients/packing.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/core/gradients/packing"),
+  Mutant("gradients travel in their own dtype, not in wire_dtype", "_src/core/gradients/compression.py", "and dtype.size > wire_dtype.size", "and False", "unit/core/gradients/compression"),
+  Mutant("sums keep the wire dtype", "_src/core/gradients/compression.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/core/gradients/compression"),
   Mutant("a tensor as large as a bucket shares a bucket", "_src/core/gradients/packing.py", "if size >= bucket_bytes:", "if size > bucket_bytes:", "unit/core/gradients/packing"),
   Mutant("a tensor that just fits starts a new bucket", "_src/core/gradients/packing.py", "filled + size > bucket_bytes", "filled + size >= bucket_bytes", "unit/core/gradients/packing"),
   Mutant("a missing buffer is not noticed", "_src/core/gradients/packing.py", "zip(buckets, joined, reduced, strict=True)", "zip(buckets, joined, reduced)", "unit/core/gradients/packing"),

@@ -58,7 +58,11 @@ def test_design_names_the_modules() -> None:
   house = pages.text("docs/design.md").partition("<!-- house -->")[2]
   tree = house.partition("<!-- /house -->")[0].split("\ntf_cross_shard_cli/")[0]
   root = pages.PROJECT / "tf_cross_shard"
-  for folder, indent in ((root, 2), (root / "_src", 4), (root / "_src/core", 6)):
+  for folder, indent in (
+    (root, 2),
+    (root / "_src", 4),
+    (root / "_src/core", 6),
+  ):
     named = re.findall(rf"(?m)^ {{{indent}}}(\w+(?:\.py|/)) ", tree)
     there = [f"{x.parent.name}/" for x in folder.glob("*/__init__.py")]
     there += [x.name for x in folder.glob("*.py")]

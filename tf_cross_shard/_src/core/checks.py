@@ -62,7 +62,7 @@ class Checks:
       raise ValueError(self._misfit)
     is_ordered = tf.executing_eagerly() or tf.inside_function()
     # The operations of one replica, or of one program, have an order anyway.
-    is_one = self._engine.num_replicas == 1 or self._engine.is_spmd
+    is_one = self._engine.num_replicas == 1 or self._engine.is_single_program
     if not is_ordered and not is_one:
       raise RuntimeError(
         f"{self._name} was called in a TensorFlow 1 graph under"

@@ -119,11 +119,11 @@ def _rows(step: step_lib.Step, weights: Sequence[Variable]) -> list[Row]:
   """
   update, members = step.update, step.engine.groups.group_size
   if not isinstance(update, sharded.ShardedUpdate):
-    ways = _ways(step, [], weights)
-    return [_row(v, ways[id(v)], members) for v in weights]
+    methods = _methods(step, [], weights)
+    return [_row(v, methods[id(v)], members) for v in weights]
   tables = update.unsharded_tables
   ways_of = [
-    _ways(step, update.variables_of(i), tables) for i in range(members)
+    _methods(step, update.variables_of(i), tables) for i in range(members)
   ]
   rows = {id(v): _row(v, ways_of[0][id(v)], members) for v in tables}
   for bucket in update.buckets:
@@ -144,9 +144,9 @@ def _rows(step: step_lib.Step, weights: Sequence[Variable]) -> list[Row]:
   return [rows[id(weight)] for weight in weights]
 
 
-def _ways(
+def _methods(
   step: step_lib.Step, weights: Sequence[Variable], tables: Sequence[Variable]
-) -> dict[int, fused.Way]:
+) -> dict[int, fused.UpdateMethod]:
   """Returns how a member updates variables that it applies, by their `id`.
 
   Only `tables` may have row-sparse gradients.
@@ -164,27 +164,29 @@ def _ways(
   is_sparse &= not step.tables.clips_to_dense(variables)
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]
-  ways = plan.ways(list(map(variables_lib.native, variables)), are_sparse)
+  methods = plan.methods(list(map(variables_lib.native, variables)), are_sparse)
   for i, variable in enumerate(variables):
     if step.tables.is_embedding(variable):
-      name, reason = ways[i]
+      name, reason = methods[i]
       if are_sparse[i] and step.tables.is_by_rows:
         name, reason = "rows", "only the rows in the batch"
       sums_rows = plan.sums_rows or step.tables.is_lazy or wrapped.sums_rows
       how = "repeated ids as in plain Keras, not summed first"
       if sums_rows or not are_sparse[i]:
         how = "repeated ids summed first"
-      ways[i] = fused.Way(name, "; ".join(filter(None, (reason, how))))
-  return dict(zip(map(id, variables), ways, strict=True))
+      methods[i] = fused.UpdateMethod(
+        name, "; ".join(filter(None, (reason, how)))
+      )
+  return dict(zip(map(id, variables), methods, strict=True))
 
 
-def _row(variable: Variable, way: fused.Way, members: int) -> Row:
+def _row(variable: Variable, method: fused.UpdateMethod, members: int) -> Row:
   """Returns the row of a variable that all members update as a whole."""
   native = variables_lib.native(variable)
   shape = [int(size) for size in native.shape]
   name, dtype = variables_lib.path_of(variable), kernels.dtype_of(native).name
   elements = [math.prod(shape)] * members
-  return Row(name, shape, dtype, way.name, way.reason, elements, None)
+  return Row(name, shape, dtype, method.name, method.reason, elements, None)
 
 
 def _not_in_force(
@@ -203,7 +205,7 @@ def _not_in_force(
     )
   if settings.shard_update and step.update.sharding is None:
     reason = f"{alone}, so nothing is divided"
-    if engine.is_spmd and groups.group_size > 1:
+    if engine.is_single_program and groups.group_size > 1:
       reason = "one program updates the rows of all replicas together"
     yield "shard_update", reason
   if wire_dtype := settings.wire_dtype:
@@ -220,7 +222,7 @@ def _not_in_force(
       "the LossScaleOptimizer skips such steps anyway; they are only counted",
     )
   by_rows = [row for row in rows if row.updated_by == "rows"]
-  if settings.lazy_rows and engine.is_spmd:
+  if settings.lazy_rows and engine.is_single_program:
     yield (
       "lazy_rows",
       "one program has no shapes that depend on data, so all rows change",
@@ -266,7 +268,7 @@ def _notes(
     )
   for weight, row in zip(weights, rows, strict=True):
     is_large = math.prod(row.shape) >= _LARGE
-    is_table = step.tables.is_embedding(weight) and not engine.is_spmd
+    is_table = step.tables.is_embedding(weight) and not engine.is_single_program
     if (
       is_large
       and is_table

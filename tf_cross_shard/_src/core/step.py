@@ -211,7 +211,9 @@ class Step:
     is_sharded = (
       self.settings.shard_update and self.engine.groups.group_size > 1
     )
-    return self.tables.keeps_rows and not (is_sharded and self.engine.is_spmd)
+    return self.tables.keeps_rows and not (
+      is_sharded and self.engine.is_single_program
+    )
 
   @property
   def _may_skip(self) -> bool:
@@ -349,7 +351,11 @@ def _make_update(
     if min(engine.groups.group_size, engine.num_replicas) > 1:
       # Vectorized replicas update a variable in one operation, so that there is
       # no work to divide.
-      if kind == "by_variable" and engine.is_spmd and not engine.is_compiled:
+      if (
+        kind == "by_variable"
+        and engine.is_single_program
+        and not engine.is_compiled
+      ):
         return replicated.Update(inner, reducer, tables)
       return _SHARDED[kind](inner, reducer, tables, settings.skip_nonfinite)
   return replicated.Update(inner, reducer, tables)

@@ -220,7 +220,7 @@ def is_compiled(optimizer: Any) -> bool:
   return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
 
 
-class Way(NamedTuple):
+class UpdateMethod(NamedTuple):
   """How a step updates one variable.
 
   Attributes:
@@ -241,26 +241,26 @@ class Plan:
     kernel: The kernel for dense gradients; None if no variable has a kernel.
     may_compile: Whether XLA may compile the updates of dense gradients.
     copies: The number of replicas whose variables are updated together.
-    at_any_size: Whether the kernel or XLA does updates of any number of
+    ignores_size: Whether the kernel or XLA does updates of any number of
       elements, on any device.
     reason: Why `kernel` is None.
     applies_to_sparse: Whether `reason` also applies to row-sparse gradients.
     sums_rows: Whether the kernel also updates variables with a row-sparse
       gradient, which becomes dense: rows of the same index are added up first,
       unlike in Keras 3.
-    own: The name of what updates a variable if neither `kernel` nor XLA does,
-      which is the optimizer's own `update_step`: "Keras", or the kernel of an
+    fallback: The name of what updates a variable if neither `kernel` nor XLA
+      does, which is the optimizer's own `update_step`: "Keras", or the kernel of an
       optimizer of TensorFlow 1.
   """
 
   kernel: kernels.Kernel | None = None
   may_compile: bool = False
   copies: int = 1
-  at_any_size: bool = False
+  ignores_size: bool = False
   reason: str = ""
   applies_to_sparse: bool = False
   sums_rows: bool = False
-  own: str = "Keras"
+  fallback: str = "Keras"
 
   def has_kernel(self, variable: Any) -> bool:
     """Returns whether the kernel updates a variable with a dense gradient."""
@@ -271,14 +271,14 @@ class Plan:
     """Returns whether Keras' operations are faster than the kernel."""
     return (
       self.kernel is not None
-      and not self.at_any_size
+      and not self.ignores_size
       and math.prod(variable.shape) in _SLOW.get(self.kernel.name, ())
       and "CPU" in variable.device
     )
 
-  def ways(
+  def methods(
     self, variables: Sequence[Any], are_sparse: Sequence[bool]
-  ) -> list[Way]:
+  ) -> list[UpdateMethod]:
     """Returns how a step updates each variable.
 
     Args:
@@ -289,30 +289,36 @@ class Plan:
     why_not_xla = self._why_not_xla(
       [v for v, is_sparse in pairs if not is_sparse]
     )
-    return [self._way(*pair, why_not_xla) for pair in pairs]
+    return [self._method(*pair, why_not_xla) for pair in pairs]
 
-  def _way(self, variable: Any, is_sparse: bool, why_not_xla: str) -> Way:
+  def _method(
+    self, variable: Any, is_sparse: bool, why_not_xla: str
+  ) -> UpdateMethod:
     """Returns how a step updates a variable."""
     dtype = kernels.dtype_of(variable)
     if self.applies_to_sparse:
-      return Way(self.own, self.reason)
+      return UpdateMethod(self.fallback, self.reason)
     if is_sparse and not self.sums_rows:
-      return Way(self.own, "no kernel for row-sparse gradients")
+      return UpdateMethod(self.fallback, "no kernel for row-sparse gradients")
     if dtype not in _DTYPES:
-      return Way(self.own, f"no kernel for {dtype.name}")
+      return UpdateMethod(self.fallback, f"no kernel for {dtype.name}")
     if self.copies > 1 and not why_not_xla:
-      return Way("XLA", "the copies of all replicas are updated together")
+      return UpdateMethod(
+        "XLA", "the copies of all replicas are updated together"
+      )
     if self._is_slow(variable):
-      return Way(self.own, "the kernel is slower for so few elements")
+      return UpdateMethod(
+        self.fallback, "the kernel is slower for so few elements"
+      )
     if self.kernel is not None:
-      return Way(self.kernel.operation)
+      return UpdateMethod(self.kernel.operation)
     if not self.may_compile or why_not_xla:
-      return Way(self.own, self.reason + why_not_xla)
-    return Way("XLA", self.reason)
+      return UpdateMethod(self.fallback, self.reason + why_not_xla)
+    return UpdateMethod("XLA", self.reason)
 
   def _why_not_xla(self, dense: Sequence[Any]) -> str:
     """Returns why XLA would not be faster than Keras; "" if it would be."""
-    if self.at_any_size or not self.may_compile:
+    if self.ignores_size or not self.may_compile:
       return ""
     dense = [v for v in dense if kernels.dtype_of(v) in _DTYPES]
     if not all("CPU" in variable.device for variable in dense):
@@ -353,15 +359,19 @@ def plan(
       compile in eager calls and in TensorFlow 1's graphs, where each call would
       compile a new function.
   """
-  own: str = getattr(optimizer, "v1_operation", "Keras")
+  fallback: str = getattr(optimizer, "v1_operation", "Keras")
   # If XLA compiles the whole step, it fuses Keras' operations by itself. It
   # could not compile an update by rows, whose number of rows is not known.
   if is_compiled:
     return Plan(
-      reason="XLA compiles the whole step", applies_to_sparse=True, own=own
+      reason="XLA compiles the whole step",
+      applies_to_sparse=True,
+      fallback=fallback,
     )
   if wanted is False:
-    return Plan(reason="fused_update=False", applies_to_sparse=True, own=own)
+    return Plan(
+      reason="fused_update=False", applies_to_sparse=True, fallback=fallback
+    )
   kernel = find_kernel(optimizer)
   may_compile = in_function and can_compile(optimizer)
   strategy = keras_private.strategy(optimizer)
@@ -373,15 +383,15 @@ def plan(
     is_small_too = (
       bool(wanted) or not in_function or _exceed_cache(optimizer, kernel)
     )
-    return Plan(kernel, at_any_size=is_small_too, sums_rows=bool(wanted))
+    return Plan(kernel, ignores_size=is_small_too, sums_rows=bool(wanted))
   is_faster = keras_class(optimizer) in _FASTER_COMPILED and (
     "update_step" not in vars(optimizer)
   )
   return Plan(
     may_compile=may_compile and bool(wanted or is_faster),
-    at_any_size=bool(wanted),
+    ignores_size=bool(wanted),
     reason=why_no_kernel(optimizer),
-    own=own,
+    fallback=fallback,
   )
 
 
@@ -436,11 +446,11 @@ def _compile_dense(
     pairs: The method's second argument: gradients and variables.
     *rate: The method's last argument, the learning rate.
   """
-  ways = chosen.ways(
+  methods = chosen.methods(
     [variable for _, variable in pairs],
     [isinstance(gradient, tf.IndexedSlices) for gradient, _ in pairs],
   )
-  is_done = [way.name == "XLA" for way in ways]
+  is_done = [method.name == "XLA" for method in methods]
   if any(is_done):
     # One compiled function for all dense updates.
     dense = list(itertools.compress(pairs, is_done))

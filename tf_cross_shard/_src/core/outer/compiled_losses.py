@@ -119,7 +119,7 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
       _warn_of_tables(self)
     if step is None or step.engine.strategy.num_replicas_in_sync == 1:
       return
-    if self.jit_compile and not step.engine.is_spmd:
+    if self.jit_compile and not step.engine.is_single_program:
       raise ValueError(
         "`jit_compile` must be False in compile under"
         f" {type(step.engine.strategy).__name__}: XLA cannot compile the sum"

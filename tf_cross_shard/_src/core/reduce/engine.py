@@ -36,7 +36,7 @@ class Engine(abc.ABC):
   Attributes:
     strategy: The strategy.
     groups: The groups within which all methods sum and gather.
-    is_spmd: Whether all replicas run the same program (SPMD), as on TPUs.
+    is_single_program: Whether all replicas run one program (SPMD), as on TPUs.
     is_compiled: Whether XLA compiles every program of the strategy.
     supports_sparse: Whether row-sparse gradients can be summed without
       becoming dense.
@@ -45,7 +45,7 @@ class Engine(abc.ABC):
     method: How the engine sums, in words.
   """
 
-  is_spmd = False
+  is_single_program = False
   is_compiled = False
   supports_sparse = True
   scatter_bytes: int | None = None

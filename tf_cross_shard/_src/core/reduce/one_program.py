@@ -44,7 +44,7 @@ DTYPES: Final = (
 class OneProgram(engine.Engine):
   """Collectives within groups of the replicas of one program."""
 
-  is_spmd = True
+  is_single_program = True
 
   def __init__(
     self,
@@ -143,7 +143,7 @@ class OneProgram(engine.Engine):
 class Models(engine.OneDevice):
   """Replicas that are models: there is nothing to sum."""
 
-  is_spmd = True
+  is_single_program = True
   method = "nothing to sum: each replica is a model"
 
   def __init__(

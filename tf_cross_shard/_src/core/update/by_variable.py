@@ -55,7 +55,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
   ) -> None:
-    if reducer.engine.is_spmd:
+    if reducer.engine.is_single_program:
       raise NotImplementedError(
         "`shard_update` divides the weights by variable, but all TPU replicas"
         " run one program, so a replica cannot do work that the others do not."

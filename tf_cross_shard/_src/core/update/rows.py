@@ -132,7 +132,7 @@ class Tables:
 
     It does not look at the gradient.
     """
-    supports_rows = self._has_rows and not self._engine.is_spmd
+    supports_rows = self._has_rows and not self._engine.is_single_program
     return supports_rows and self.is_embedding(variable)
 
   @property
@@ -145,7 +145,7 @@ class Tables:
     """
     optimizer = self._inner.innermost
     has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
-    is_static = self._engine.is_spmd or fused.is_compiled(optimizer)
+    is_static = self._engine.is_single_program or fused.is_compiled(optimizer)
     return has_rows and not is_static
 
   @property
@@ -158,7 +158,7 @@ class Tables:
     optimizer_class = fused.keras_class(self._inner.innermost)
     is_static = optimizer_class in (*fused.ELEMENTWISE, *fused.BY_VARIABLE)
     return self._engine.supports_sparse and (
-      is_static or not self._engine.is_spmd
+      is_static or not self._engine.is_single_program
     )
 
   def clips_to_dense(self, variables: Sequence[Variable]) -> bool:
