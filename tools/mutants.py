@@ -96,16 +96,16 @@ MUTANTS = [
   Mutant("None in all calls of a window becomes zeros", "_src/core/accumulation.py", "means.append(None)", "means.append(tf.zeros(variable.shape))", "unit/core/accumulation"),
   Mutant("a gradient that is None in some calls is accepted", "_src/core/accumulation.py", "if has_gradient != self._have_gradients.get(_key(variable), has_gradient):", "if False:", "unit/core/accumulation"),
   # Clipping.
-  Mutant("gradients are clipped after the sum", "_src/core/step.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/gradient_reducer"),
-  Mutant("clipping limits ignore the loss scale", "_src/core/step.py", "name: self.inner.scale_limit(limit)}", "name: limit}", "unit/core/reduce/gradient_reducer"),
+  Mutant("gradients are clipped after the sum", "_src/core/pipeline.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/gradient_reducer"),
+  Mutant("clipping limits ignore the loss scale", "_src/core/pipeline.py", "name: self.inner.scale_limit(limit)}", "name: limit}", "unit/core/reduce/gradient_reducer"),
   Mutant("norms of half-precision gradients overflow", "_src/core/gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16)", "if False", "unit/core/gradients/clipping"),
   Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "if sums_rows else grads", "if False else grads", "unit/core/gradients/clipping"),
   Mutant("clipping hides infinities", "_src/core/gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/core/gradients/clipping"),
-  Mutant("a step does not ask clipping to keep infinities", "_src/core/step.py", "keep_infinite=self._may_skip", "keep_infinite=False", "unit/core/nonfinite"),
+  Mutant("a step does not ask clipping to keep infinities", "_src/core/pipeline.py", "keep_infinite=self._may_skip", "keep_infinite=False", "unit/core/nonfinite"),
   # Steps that are not finite, are skipped.
-  Mutant("a step that is not finite is applied", "_src/core/step.py", "          is_finite,\n", "          True,\n", "unit/core/nonfinite"),
+  Mutant("a step that is not finite is applied", "_src/core/pipeline.py", "          is_finite,\n", "          True,\n", "unit/core/nonfinite"),
   Mutant("one finite element makes a gradient finite", "_src/core/gradients/clipping.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/core/nonfinite"),
-  Mutant("the global step counts a skipped step", "_src/core/step.py", "clipping.all_finite(sums) if self._may_skip else True", "True", "unit/core/nonfinite"),
+  Mutant("the global step counts a skipped step", "_src/core/pipeline.py", "clipping.all_finite(sums) if self._may_skip else True", "True", "unit/core/nonfinite"),
   # Shards.
   Mutant("a member takes another member's part of values", "_src/core/reduce/engine.py", "return _pack(values, layout, place)", "return _pack(values, layout, place - 1)", "unit/core/update/sharded"),
   Mutant("a member receives the sum of another member's part", "_src/core/reduce/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/core/update/sharded"),

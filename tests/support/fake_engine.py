@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import groups as groups_lib
+from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras3 import adapter
 from tf_cross_shard._src.core.reduce import engine as engine_lib
@@ -173,7 +173,7 @@ class Replica:
     self.inner = home.adapter(opt)
     checked = settings_lib.Settings(reduction, **settings)
     self.inner.fuse(checked.fused_update)
-    self.step = step_lib.Step(checked, self.inner, engine)
+    self.step = pipeline_lib.GradientPipeline(checked, self.inner, engine)
     self.step.build(self.variables)
 
   def apply(
@@ -181,7 +181,7 @@ class Replica:
   ) -> None:
     """Takes one step, or one call of a window."""
     trained = self.variables if variables is None else variables
-    self.step.take(step_lib.Call(list(grads), trained, **options))
+    self.step.take(pipeline_lib.Call(list(grads), trained, **options))
 
   @property
   def values(self) -> list[np.ndarray]:

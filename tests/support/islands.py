@@ -91,7 +91,7 @@ def check_resumes(
     islands.train(*(rows[at:] for rows in grads))
   np.testing.assert_equal(again.values(), whole.values())
   states = [
-    [testbed.copies(v) for v in islands.optimizer._steps.attached]
+    [testbed.copies(v) for v in islands.optimizer._pipeline.attached]
     for islands in (whole, again)
   ]
   np.testing.assert_equal(*states)

@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import compression
@@ -75,13 +75,15 @@ class Description:
   __repr__ = __str__
 
 
-def describe(step: step_lib.Step, optimizer: str) -> Description:
+def describe(
+  pipeline: pipeline_lib.GradientPipeline, optimizer: str
+) -> Description:
   """Returns what the step of an optimizer does; `optimizer` is its `repr`."""
-  settings, engine = step.settings, step.engine
-  wrapped = step.inner
+  settings, engine = pipeline.settings, pipeline.engine
+  wrapped = pipeline.inner
   whole = wrapped.whole
   weights = list(whole.trainable_variables) if wrapped.is_built else []
-  rows = _rows(step, weights)
+  rows = _rows(pipeline, weights)
   nonfinite = "skipped and counted" if settings.skip_nonfinite else "applied"
   if wrapped.skips_overflows:
     nonfinite = "skipped by the LossScaleOptimizer"
@@ -96,34 +98,36 @@ def describe(step: step_lib.Step, optimizer: str) -> Description:
       "wire_dtype": settings.read("wire_dtype"),
       "reduction": settings.reduction,
       "loss_averaged_over": settings.loss_averaged_over,
-      "loss_factors": step.convention.factors(),
+      "loss_factors": pipeline.convention.factors(),
       "scale_gradients": settings.scale_gradients,
-      "calls_per_step": step.calls_per_step,
+      "calls_per_step": pipeline.calls_per_step,
       "nonfinite": nonfinite,
-      "sharding": step.update.sharding,
+      "sharding": pipeline.update.sharding,
       "variables": [row._asdict() for row in rows],
       "not_in_force": [
         {"asked": f"{name}={settings.read(name)!r}", "reason": reason}
-        for name, reason in _not_in_force(step, rows)
+        for name, reason in _not_in_force(pipeline, rows)
       ],
-      "notes": list(_notes(step, weights, rows)),
+      "notes": list(_notes(pipeline, weights, rows)),
     }
   )
 
 
-def _rows(step: step_lib.Step, weights: Sequence[Variable]) -> list[Row]:
+def _rows(
+  pipeline: pipeline_lib.GradientPipeline, weights: Sequence[Variable]
+) -> list[Row]:
   """Returns what a step does to each of the weights, in this order.
 
   Gradients of the weights of `Embedding` and of declared tables are assumed to
   be row-sparse, and all others dense.
   """
-  update, members = step.update, step.engine.groups.group_size
+  update, members = pipeline.update, pipeline.engine.groups.group_size
   if not isinstance(update, sharded.ShardedUpdate):
-    methods = _methods(step, [], weights)
+    methods = _methods(pipeline, [], weights)
     return [_row(v, methods[id(v)], members) for v in weights]
   tables = update.unsharded_tables
   ways_of = [
-    _methods(step, update.variables_of(i), tables) for i in range(members)
+    _methods(pipeline, update.variables_of(i), tables) for i in range(members)
   ]
   rows = {id(v): _row(v, ways_of[0][id(v)], members) for v in tables}
   for bucket in update.buckets:
@@ -145,13 +149,15 @@ def _rows(step: step_lib.Step, weights: Sequence[Variable]) -> list[Row]:
 
 
 def _methods(
-  step: step_lib.Step, weights: Sequence[Variable], tables: Sequence[Variable]
+  pipeline: pipeline_lib.GradientPipeline,
+  weights: Sequence[Variable],
+  tables: Sequence[Variable],
 ) -> dict[int, fused.UpdateMethod]:
   """Returns how a member updates variables that it applies, by their `id`.
 
   Only `tables` may have row-sparse gradients.
   """
-  wrapped, engine = step.inner, step.engine
+  wrapped, engine = pipeline.inner, pipeline.engine
   optimizer, variables = wrapped.innermost, [*weights, *tables]
   plan = fused.plan(
     optimizer,
@@ -160,17 +166,17 @@ def _methods(
     in_function=True,
   )
   # Accumulated gradients are dense.
-  is_sparse = step.keeps_rows and step.calls_per_step == 1
-  is_sparse &= not step.tables.clips_to_dense(variables)
+  is_sparse = pipeline.keeps_rows and pipeline.calls_per_step == 1
+  is_sparse &= not pipeline.tables.clips_to_dense(variables)
   are_sparse = [False] * len(weights)
-  are_sparse += [is_sparse and step.tables.is_embedding(v) for v in tables]
+  are_sparse += [is_sparse and pipeline.tables.is_embedding(v) for v in tables]
   methods = plan.methods(list(map(variables_lib.native, variables)), are_sparse)
   for i, variable in enumerate(variables):
-    if step.tables.is_embedding(variable):
+    if pipeline.tables.is_embedding(variable):
       name, reason = methods[i]
-      if are_sparse[i] and step.tables.is_by_rows:
+      if are_sparse[i] and pipeline.tables.is_by_rows:
         name, reason = "rows", "only the rows in the batch"
-      sums_rows = plan.sums_rows or step.tables.is_lazy or wrapped.sums_rows
+      sums_rows = plan.sums_rows or pipeline.tables.is_lazy or wrapped.sums_rows
       how = "repeated ids as in plain Keras, not summed first"
       if sums_rows or not are_sparse[i]:
         how = "repeated ids summed first"
@@ -190,10 +196,10 @@ def _row(variable: Variable, method: fused.UpdateMethod, members: int) -> Row:
 
 
 def _not_in_force(
-  step: step_lib.Step, rows: Sequence[Row]
+  pipeline: pipeline_lib.GradientPipeline, rows: Sequence[Row]
 ) -> Iterator[tuple[str, str]]:
   """Yields the names of settings that change nothing here, and the reasons."""
-  settings, engine = step.settings, step.engine
+  settings, engine = pipeline.settings, pipeline.engine
   groups = engine.groups
   alone = "each group has one replica"
   if engine.num_replicas == 1:
@@ -203,7 +209,7 @@ def _not_in_force(
       "group_assignment",
       f"it is for {groups.num_replicas} replicas, and a step raises an error",
     )
-  if settings.shard_update and step.update.sharding is None:
+  if settings.shard_update and pipeline.update.sharding is None:
     reason = f"{alone}, so nothing is divided"
     if engine.is_single_program and groups.group_size > 1:
       reason = "one program updates the rows of all replicas together"
@@ -216,7 +222,7 @@ def _not_in_force(
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
     yield "accumulate_steps", "one call is a step, as with None"
-  if settings.skip_nonfinite and step.inner.skips_overflows:
+  if settings.skip_nonfinite and pipeline.inner.skips_overflows:
     yield (
       "skip_nonfinite",
       "the LossScaleOptimizer skips such steps anyway; they are only counted",
@@ -227,7 +233,7 @@ def _not_in_force(
       "lazy_rows",
       "one program has no shapes that depend on data, so all rows change",
     )
-  elif settings.lazy_rows and not step.tables.is_by_rows:
+  elif settings.lazy_rows and not pipeline.tables.is_by_rows:
     yield "lazy_rows", "XLA compiles the step, so all rows change"
   elif settings.lazy_rows and rows and not by_rows:
     yield "lazy_rows", "no table is known, by `Embedding` or update_by_rows()"
@@ -245,10 +251,12 @@ def _not_in_force(
 
 
 def _notes(
-  step: step_lib.Step, weights: Sequence[Variable], rows: Sequence[Row]
+  pipeline: pipeline_lib.GradientPipeline,
+  weights: Sequence[Variable],
+  rows: Sequence[Row],
 ) -> Iterator[str]:
   """Yields what is not known yet, and what costs more than it has to."""
-  wrapped, engine = step.inner, step.engine
+  wrapped, engine = pipeline.inner, pipeline.engine
   if not wrapped.is_built:
     yield (
       "The variables are not known yet. Call"
@@ -268,12 +276,14 @@ def _notes(
     )
   for weight, row in zip(weights, rows, strict=True):
     is_large = math.prod(row.shape) >= _LARGE
-    is_table = step.tables.is_embedding(weight) and not engine.is_single_program
+    is_table = (
+      pipeline.tables.is_embedding(weight) and not engine.is_single_program
+    )
     if (
       is_large
       and is_table
       and row.updated_by != "rows"
-      and step.calls_per_step == 1
+      and pipeline.calls_per_step == 1
     ):
       yield (
         f"Every step updates all rows of {row.path}. To update only the rows of"

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tf_cross_shard._src.core import loss_factor, replicas
-from tf_cross_shard._src.core import step as step_lib
+from tf_cross_shard._src.core import pipeline as pipeline_lib
 
 # Two settings differ at least by a factor of 2. Dropout and the statistics of
 # batch normalization differ between parts of a batch and the whole.
@@ -26,13 +26,15 @@ _COUNT: Final = "_num_replicas_in_sync"
 
 
 def check(
-  step: "step_lib.Step", function: Callable[..., Any], batch: Any
+  pipeline: "pipeline_lib.GradientPipeline",
+  function: Callable[..., Any],
+  batch: Any,
 ) -> str:
   """Does the work of `CrossShardOptimizer.check_loss`."""
   replicas.check_between_steps()
-  engine, convention = step.engine, step.convention
+  engine, convention = pipeline.engine, pipeline.convention
   factors, count = convention.factors(), engine.num_replicas
-  chosen = step.settings.loss_averaged_over
+  chosen = pipeline.settings.loss_averaged_over
   if engine.strategy.num_replicas_in_sync == 1:
     return chosen or loss_factor.REPLICA
   batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -72,7 +74,7 @@ def check(
     applied = _sum_of(engine.strategy, apart) / engine.groups.num_groups
   with convention.trying(alone=True), _as_one_replica(engine.strategy):
     wanted = _sum_of(engine.strategy, alone) / count
-  if not step.settings.is_mean:
+  if not pipeline.settings.is_mean:
     wanted *= engine.groups.group_size
   square = float(wanted @ wanted)
   ratio = float(applied @ wanted) / square if square else math.nan

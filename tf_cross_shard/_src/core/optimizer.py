@@ -15,14 +15,14 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import (
   loss_check,
   loss_factor,
-  parts,
   reduce,
   single_program,
   validation,
+  wrapper_state,
 )
 from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core import step as step_lib
 from tf_cross_shard._src.core.gradients import differentiate
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
@@ -200,11 +200,13 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     )
     per_group_lib.check_rates_of(opt, engine.groups, self._package)
     per_group_lib.create_rates(opt, self._package)
-    self._parts.step = step_lib.Step(settings, self._inner, engine)
+    self._wrapper_state.pipeline = pipeline_lib.GradientPipeline(
+      settings, self._inner, engine
+    )
 
   @property
-  def _steps(self) -> step_lib.Step:
-    return parts.step_of(self)
+  def _steps(self) -> pipeline_lib.GradientPipeline:
+    return wrapper_state.pipeline_of(self)
 
   @property
   def learning_rate(self) -> Any:
@@ -212,18 +214,18 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
     In a replica, a `schedules.PerGroup` is the rate of the replica's group.
     """
-    step = parts.find_step(self)
-    if step is None:
+    pipeline = wrapper_state.find_pipeline(self)
+    if pipeline is None:
       return None
-    with step.in_my_group():
-      return step.inner.optimizer.learning_rate
+    with pipeline.in_my_group():
+      return pipeline.inner.optimizer.learning_rate
 
   @learning_rate.setter
   def learning_rate(self, value: Any) -> None:
-    step = parts.find_step(self)
-    if step is None:  # Keras' constructor is running.
+    pipeline = wrapper_state.find_pipeline(self)
+    if pipeline is None:  # Keras' constructor is running.
       return
-    opt = step.inner.optimizer
+    opt = pipeline.inner.optimizer
     if not callable(value) and per_group_lib.rates_of(opt) is not None:
       raise TypeError(
         "PerGroup holds a learning rate for each group, so one number cannot"
@@ -242,19 +244,19 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
     An optimizer of your own around this one may call it if there is one group.
     """
-    step = parts.find_step(self)
+    pipeline = wrapper_state.find_pipeline(self)
     inner = self._inner.optimizer
-    if step is None or (
-      step.engine.groups.num_groups == 1
-      or single_program.are_models(step.engine.strategy)
+    if pipeline is None or (
+      pipeline.engine.groups.num_groups == 1
+      or single_program.are_models(pipeline.engine.strategy)
     ):
       return inner.update_step
 
     def refuse(*args: Any, **kwargs: Any) -> None:
       raise RuntimeError(
         f"update_step of {self.name} was called by another optimizer, which"
-        f" sums gradients over all {step.engine.num_replicas} replicas and so"
-        " mixes the groups. Let the other optimizer call apply_gradients, or"
+        f" sums gradients over all {pipeline.engine.num_replicas} replicas, and"
+        " so mixes the groups. Let the other optimizer call apply_gradients, or"
         f" wrap it: CrossShardOptimizer(outer({type(inner).__name__}(...)))."
       )
 
@@ -274,12 +276,12 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._steps.skipped_steps
+    return self._pipeline.skipped_steps
 
   @property
   def groups(self) -> groups_lib.Groups:
     """The groups; one group of all replicas without `group_assignment`."""
-    return self._steps.engine.groups
+    return self._pipeline.engine.groups
 
   def describe(self) -> describe_lib.Description:
     """Returns what this optimizer does to each variable in a step.
@@ -316,7 +318,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       - `owner`: the member that updates the whole variable, with
         `shard_update="by_variable"`; otherwise None.
     """
-    return describe_lib.describe(self._steps, repr(self))
+    return describe_lib.describe(self._pipeline, repr(self))
 
   def check_loss(self, step: Callable[..., Any], batch: Any) -> str:
     """Checks with one batch that the loss is scaled by the right factor.
@@ -351,7 +353,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     Raises:
       ValueError: If another value is right. The message names it.
     """
-    return loss_check.check(self._steps, step, batch)
+    return loss_check.check(self._pipeline, step, batch)
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -390,7 +392,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     """
     grads, variables = validation.check_pairs(grads_and_vars)
     validation.check_global_step(global_step)
-    return self._perform(step_lib.Call(grads, variables, global_step, name))
+    return self._perform(pipeline_lib.Call(grads, variables, global_step, name))
 
   def build(self, variables: "Iterable[validation.Variable]") -> None:
     """Creates the slots of `opt`.
@@ -409,7 +411,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
     if not self._inner.is_built:
-      self._steps.checks.compare_workers_before_build(trained)
+      self._pipeline.checks.compare_workers_before_build(trained)
     super().build(trained)
 
   def update_by_rows(
@@ -436,7 +438,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
       )
-    self._steps.tables.add(list(var_list or ()), list(var_names or ()))
+    self._pipeline.tables.add(list(var_list or ()), list(var_names or ()))
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites variables with the moving averages of `opt`, if any.
@@ -446,10 +448,10 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     Args:
       var_list: The variables.
     """
-    step = self._steps
-    is_sharded = step.inner.sharded_state is not None
-    step.warnings.end_fit(is_sharded and bool(self._inner.averages))
-    step.update.write_averages(var_list)
+    pipeline = self._pipeline
+    is_sharded = pipeline.inner.sharded_state is not None
+    pipeline.warnings.end_fit(is_sharded and bool(self._inner.averages))
+    pipeline.update.write_averages(var_list)
 
   def _gradients(
     self,
@@ -459,44 +461,44 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    return self._steps.differentiate(loss, var_list, tape, default, options)
+    return self._pipeline.differentiate(loss, var_list, tape, default, options)
 
-  def _perform(self, call: step_lib.Call) -> Any:
+  def _perform(self, call: pipeline_lib.Call) -> Any:
     """Checks the call, and takes the step."""
-    step = self._steps
-    if step.convention.is_trying:
-      step.convention.keep_gradients(call.grads)
+    pipeline = self._pipeline
+    if pipeline.convention.is_trying:
+      pipeline.convention.keep_gradients(call.grads)
       return self._inner.iterations()
-    with step.checks.one_user():
-      step.checks.check_place()
-      step.checks.check_variables(call.variables)
+    with pipeline.checks.one_user():
+      pipeline.checks.check_place()
+      pipeline.checks.check_variables(call.variables)
       if not call.is_reduced:
-        step.convention.check_was_scaled(
+        pipeline.convention.check_was_scaled(
           call.through_apply, self._inner.divides_gradients
         )
       self.build(call.variables)
-      step.checks.compare_workers_before_step(call.grads, call.variables)
+      pipeline.checks.compare_workers_before_step(call.grads, call.variables)
       if tf.executing_eagerly() or tf.inside_function():
-        return step.take(call)
+        return pipeline.take(call)
       # A TensorFlow 1 graph runs only what is fetched: return one operation
       # that takes the whole step.
-      return tf.function(lambda: step.take(call), autograph=False)().op
+      return tf.function(lambda: pipeline.take(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
-    self._steps.checks.check_strategy_of(variables)
-    self._steps.build(variables)
+    self._pipeline.checks.check_strategy_of(variables)
+    self._pipeline.build(variables)
 
   def _config(self) -> dict[str, Any]:
-    return self._steps.current_settings().to_config()
+    return self._pipeline.current_settings().to_config()
 
   def _before_saving(self) -> None:
-    step = parts.find_step(self)
-    if step is not None:
+    pipeline = wrapper_state.find_pipeline(self)
+    if pipeline is not None:
       whole = self._inner.whole
       loss_scale = keras_private.loss_scale(self._inner.optimizer)
-      step.warnings.before_saving(
+      pipeline.warnings.before_saving(
         [*whole.trainable_variables, *whole.variables, *loss_scale]
       )
 
   def _differing(self) -> dict[str, Any]:
-    return self._steps.current_settings().non_default()
+    return self._pipeline.current_settings().non_default()

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import loss_factor, parts, validation
+from tf_cross_shard._src.core import loss_factor, validation, wrapper_state
 from tf_cross_shard._src.core.gradients import clipping, compression
 
 _Class = TypeVar("_Class", bound=type[Any])
@@ -184,21 +184,21 @@ class Setting:
     """Returns the setting; None while the optimizer is being created."""
     if optimizer is None:
       return self
-    step = parts.find_step(optimizer)
-    if step is None:
+    pipeline = wrapper_state.find_pipeline(optimizer)
+    if pipeline is None:
       return None
-    settings = step.settings
+    settings = pipeline.settings
     if self._name == "group_settings":
-      settings = step.current_settings()
+      settings = pipeline.current_settings()
     return settings.read(self._name)
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""
-    step = parts.find_step(optimizer)
+    pipeline = wrapper_state.find_pipeline(optimizer)
     if self._is_mutable:
       # `step` is None while Keras' constructor assigns its own defaults.
-      if step is not None:
-        step.replace(**{self._name: value})
+      if pipeline is not None:
+        pipeline.replace(**{self._name: value})
       return
     raise AttributeError(
       f"`{self._name}` cannot be changed after construction. Create a new"

@@ -46,8 +46,8 @@ def group_names(optimizer: Any) -> list[str]:
     rates = per_group_lib.rates_of(optimizer)
     is_numbers = rates is not None and not any(map(callable, rates.rates))
     settings = {"lr": rates.numbers} if rates is not None and is_numbers else {}
-    for step in names_lib.steps_of(optimizer):
-      settings |= step.group_settings.numbers
+    for pipeline in names_lib.pipelines_of(optimizer):
+      settings |= pipeline.group_settings.numbers
     parts = [
       [f"{name}={number:g}" for number in numbers.initial]
       for name, numbers in settings.items()

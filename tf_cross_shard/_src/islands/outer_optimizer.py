@@ -31,9 +31,9 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
@@ -291,7 +291,9 @@ class OuterOptimizer(group_callback.GroupCallback):
       wire_dtype=self._wire_dtype,
       optimizer=outer.get_config(),
     )
-    copies = replicas_lib.Copies(parts.step_of(trained_by).engine.strategy)
+    copies = replicas_lib.Copies(
+      wrapper_state.pipeline_of(trained_by).engine.strategy
+    )
     copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
     return _State(trained_by, weights, outer, has_warmup=self._warmup > 0)
@@ -345,10 +347,10 @@ def _make_outer_optimizer(
   `optimizer` trains the groups. `outer` is an optimizer of the same Keras, or
   its name; None for the optimizer of the DiLoCo paper.
   """
-  keras = sys.modules[parts.package_of(optimizer)].optimizers
+  keras = sys.modules[wrapper_state.package_of(optimizer)].optimizers
   if outer is None:
     outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
-  with parts.step_of(optimizer).engine.making_variables():
+  with wrapper_state.pipeline_of(optimizer).engine.making_variables():
     copied: Optimizer = keras.get(outer)
     config = copied.get_config()
     if "name" in config:
@@ -400,7 +402,7 @@ def _make_step(
   The function returns a boolean for each replica: whether the outer gradient
   was finite. If it was not, the step changes nothing on any replica.
   """
-  engine = parts.step_of(outer).engine
+  engine = wrapper_state.pipeline_of(outer).engine
   with engine.making_variables():
     outer.build(anchors)
   natives = [variables_lib.native(anchor) for anchor in anchors]
@@ -454,16 +456,16 @@ class _State:
     self.trained_by = trained_by
     self.weights = list(weights)
     self.optimizer = optimizer
-    step = parts.step_of(trained_by)
-    with step.engine.making_variables():
+    pipeline = wrapper_state.pipeline_of(trained_by)
+    with pipeline.engine.making_variables():
       self.anchors = [
-        step.inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
+        pipeline.inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
         for i, weight in enumerate(weights)
       ]
     self._outer_step = _make_step(optimizer, self.anchors, self.weights)
     if has_warmup:
       # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
-      keras = sys.modules[parts.package_of(trained_by)]
+      keras = sys.modules[wrapper_state.package_of(trained_by)]
       sgd = keras.optimizers.SGD(1.0)
       average = _make_outer_optimizer(trained_by, sgd, optimizer.wire_dtype)
       self._averaging_step = _make_step(average, self.anchors, self.weights)
@@ -473,7 +475,7 @@ class _State:
         0, trainable=False, dtype=tf.int64, name="outer_calls"
       )
     outer_variables = [v for _, v in names_lib.state_variables(optimizer)]
-    step.attached = (self.calls, *self.anchors, *outer_variables)
+    pipeline.attached = (self.calls, *self.anchors, *outer_variables)
 
   def count(self, calls: int) -> tuple[int, int]:
     """Counts calls of `apply_gradients`.
@@ -482,7 +484,7 @@ class _State:
     """
     before = int(self.calls.numpy())
     self.calls.assign_add(calls)
-    window = parts.step_of(self.trained_by).calls_per_step
+    window = wrapper_state.pipeline_of(self.trained_by).calls_per_step
     return before // window, (before + calls) // window
 
   def synchronize(self, is_warmup: bool) -> bool:
@@ -493,7 +495,7 @@ class _State:
     is_finite = self._averaging_step() if is_warmup else self._outer_step()
     # Otherwise you would get a warning that something made the groups equal.
     group_state.accept_values(self.trained_by)
-    strategy = parts.step_of(self.trained_by).engine.strategy
+    strategy = wrapper_state.pipeline_of(self.trained_by).engine.strategy
     # All replicas return the same.
     return bool(strategy.experimental_local_results(is_finite)[0])
 
@@ -504,7 +506,9 @@ class _State:
     say by a checkpoint. Without a new anchor, the outer optimizer would take
     that change for a gradient. Where groups differ, nothing happens.
     """
-    copies = replicas_lib.Copies(parts.step_of(self.trained_by).engine.strategy)
+    copies = replicas_lib.Copies(
+      wrapper_state.pipeline_of(self.trained_by).engine.strategy
+    )
     copies.compare_workers("the anchor of an OuterOptimizer")
     if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
       for anchor, weight in zip(self.anchors, self.weights, strict=True):

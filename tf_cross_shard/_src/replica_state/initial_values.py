@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core import group_numbers, parts, validation
+from tf_cross_shard._src.core import group_numbers, validation, wrapper_state
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
@@ -139,7 +139,7 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
       continue
     # Not all optimizers of tf_keras tell what they train.
     trained = keras_private.trained(nested[-1]) or model.trainable_variables
-    wrapper = next(filter(None, map(parts.find, nested)), None)
+    wrapper = next(filter(None, map(wrapper_state.find, nested)), None)
     if wrapper is not None:
       trained = wrapper.inner.whole.trainable_variables
     with keras_private.strategy(nested[-1]).scope():

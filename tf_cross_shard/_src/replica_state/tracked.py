@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import archive
@@ -67,7 +67,7 @@ def trained(
   for path, own in every.items():
     variables: list[Any] = []
     for nested in names_lib.nested_optimizers(own):
-      wrapper = parts.find(nested)
+      wrapper = wrapper_state.find(nested)
       inner = None if wrapper is None else wrapper.inner.whole
       variables = list(
         keras_private.trained(nested)

@@ -4,9 +4,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
@@ -134,7 +134,7 @@ def _name(variable: Any) -> str:
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """Returns the optimizer's slots of the variables, each slot once."""
   layers = names_lib.nested_optimizers(optimizer)
-  wrappers = filter(None, map(parts.find, layers))
+  wrappers = filter(None, map(wrapper_state.find, layers))
   states = [wrapper.inner.whole.slots for wrapper in wrappers]
   if not states:
     raise ValueError(

@@ -36,7 +36,7 @@ class TrialSettings:
     new = (set(settings) & own) - {_RATE, *before, *self.values}
     if not new:
       return
-    if not names_lib.steps_of(model.optimizer):
+    if not names_lib.pipelines_of(model.optimizer):
       kind = type(model.optimizer).__name__
       raise ValueError(
         f"`suggest` returns {sorted(new)}, but {kind} has one number for all"
@@ -51,8 +51,8 @@ class TrialSettings:
   def variables(self, optimizer: Any) -> list[Any]:
     """Returns the variables that are settings, not state of a trial."""
     settings = list(names_lib.rate_variables(optimizer))
-    for step in names_lib.steps_of(optimizer):
-      settings += step.group_settings.variables
+    for pipeline in names_lib.pipelines_of(optimizer):
+      settings += pipeline.group_settings.variables
     return settings
 
   def write(self, model: Any, running: RunningTrials) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts, validation
+from tf_cross_shard._src.core import validation, wrapper_state
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
@@ -165,7 +165,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     """
     optimizer = self._inner.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
-      parts.step_of(optimizer).checks.check_place()
+      wrapper_state.pipeline_of(optimizer).checks.check_place()
     if self._inner.is_built:
       validation.check_known(variables, self._inner.knows)
 
@@ -197,7 +197,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     # The tower's tape must not record the computation of gradients.
     with of_tower.stop_recording() if of_tower else contextlib.nullcontext():
       if isinstance(optimizer, CrossShardOptimizer):
-        pairs = parts.step_of(optimizer).differentiate(
+        pairs = wrapper_state.pipeline_of(optimizer).differentiate(
           loss, var_list, tape, default, options
         )
       else:

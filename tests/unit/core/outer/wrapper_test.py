@@ -86,7 +86,7 @@ def test_loss_scale_optimizer_inside() -> None:
 # Attributes that the wrapper has not, so it forwards them.
 FORWARDED = {"_step", "_checks"}
 # Keras' and this package's own names, by which each finds an optimizer inside.
-RESERVED = {"inner_optimizer", "_tf_cross_shard_parts"}
+RESERVED = {"inner_optimizer", "_tf_cross_shard_state"}
 
 
 def _names(which: str) -> list[str]:

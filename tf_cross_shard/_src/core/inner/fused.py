@@ -249,8 +249,8 @@ class Plan:
       gradient, which becomes dense: rows of the same index are added up first,
       unlike in Keras 3.
     fallback: The name of what updates a variable if neither `kernel` nor XLA
-      does, which is the optimizer's own `update_step`: "Keras", or the kernel of an
-      optimizer of TensorFlow 1.
+      does, which is the optimizer's own `update_step`: "Keras", or the kernel
+      of an optimizer of TensorFlow 1.
   """
 
   kernel: kernels.Kernel | None = None

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import parts, reduce, single_program
+from tf_cross_shard._src.core import reduce, single_program, wrapper_state
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 if TYPE_CHECKING:
-  from tf_cross_shard._src.core import step as step_lib
+  from tf_cross_shard._src.core import pipeline as pipeline_lib
   from tf_cross_shard._src.core import warnings as warnings_lib
 
 
@@ -33,7 +33,7 @@ def nested_optimizers(optimizer: Optimizer) -> Iterator[Any]:
     for each in optimizer:
       yield from nested_optimizers(each)
     return
-  wrapper = parts.find(optimizer)
+  wrapper = wrapper_state.find(optimizer)
   outer_scaler = None if wrapper is None else wrapper.inner.outer_scaler
   optimizer = optimizer if outer_scaler is None else outer_scaler
   while optimizer is not None:
@@ -57,7 +57,7 @@ def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
     if sharded is None:
       variables += keras_private.listed(nested)
     sharded = sharded or _sharded_state_of(nested)
-    variables += getattr(parts.find_step(nested), "state", ())
+    variables += getattr(wrapper_state.find_pipeline(nested), "state", ())
     variables += [*_rate_variables(nested), *keras_private.unlisted(nested)]
     trained += keras_private.trained(nested)
   if not any(map(keras_private.is_built, all_nested)):
@@ -114,7 +114,9 @@ def rate_variables(optimizer: Optimizer) -> list[Variable]:
 
 def windows(optimizer: Optimizer) -> list[Variable]:
   """Returns the state of unfinished windows, which members do not share."""
-  return [v for step in steps_of(optimizer) for v in step.window_state]
+  return [
+    v for pipeline in pipelines_of(optimizer) for v in pipeline.window_state
+  ]
 
 
 def _rate_variables(optimizer: Optimizer) -> list[Variable]:
@@ -153,7 +155,7 @@ def sharded_state(optimizer: Optimizer) -> Any:
 
 def _sharded_state_of(optimizer: Optimizer) -> Any:
   """Returns the `PlainState` of this optimizer, not of one inside it."""
-  wrapper = parts.find(optimizer)
+  wrapper = wrapper_state.find(optimizer)
   return None if wrapper is None else wrapper.inner.sharded_state
 
 
@@ -234,9 +236,9 @@ def groups_of(
 def group_warnings_of(
   optimizer: Optimizer,
 ) -> "list[warnings_lib.GroupWarnings]":
-  return [step.warnings for step in steps_of(optimizer)]
+  return [pipeline.warnings for pipeline in pipelines_of(optimizer)]
 
 
-def steps_of(optimizer: Optimizer) -> "list[step_lib.Step]":
+def pipelines_of(optimizer: Optimizer) -> "list[pipeline_lib.GradientPipeline]":
   all_nested = nested_optimizers(optimizer)
-  return list(filter(None, map(parts.find_step, all_nested)))
+  return list(filter(None, map(wrapper_state.find_pipeline, all_nested)))

@@ -17,7 +17,7 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import parts, single_program
+from tf_cross_shard._src.core import single_program, wrapper_state
 from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.inner import names as names_lib
 
@@ -51,9 +51,9 @@ class CompiledLoss:
     self, y_true: Any, y_pred: Any, sample_weight: Any = None
   ) -> Any:
     """Returns the value of the loss, times a number if it is undivided."""
-    loss, step = self.loss, _step_of(self._model)
+    loss, pipeline = self.loss, _pipeline_of(self._model)
     here = tf.distribute.get_strategy().num_replicas_in_sync
-    if step is None or here == 1:
+    if pipeline is None or here == 1:
       return loss(y_true, y_pred, sample_weight=sample_weight)
     values = []
 
@@ -69,7 +69,7 @@ class CompiledLoss:
     # A class that overrides `__call__` need not call `call`.
     value_of_call = values[-1] if values else value
     shape = getattr(value_of_call, "shape", ())
-    factor = step.convention.for_compiled(
+    factor = pipeline.convention.for_compiled(
       loss.name,
       reduction=getattr(loss.reduction, "value", loss.reduction),
       is_number=tf.TensorShape(shape).rank == 0,
@@ -104,7 +104,7 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
   @functools.wraps(keras_compile)
   def compile_model(self: Any, *args: Any, **kwargs: Any) -> None:
     [optimizer, *_] = [*args, kwargs.get("optimizer")]
-    own = parts.find(optimizer)
+    own = wrapper_state.find(optimizer)
     if own is not None and own.keras_package != package:
       home = "keras3" if package == "keras" else package
       raise TypeError(
@@ -114,22 +114,23 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
       )
     with _scope_of(self):
       keras_compile(self, *args, **kwargs)
-    step = _step_of(self)
-    if step is not None and step.settings.lazy_rows:
+    pipeline = _pipeline_of(self)
+    if pipeline is not None and pipeline.settings.lazy_rows:
       _warn_of_tables(self)
-    if step is None or step.engine.strategy.num_replicas_in_sync == 1:
+    if pipeline is None or pipeline.engine.strategy.num_replicas_in_sync == 1:
       return
-    if self.jit_compile and not step.engine.is_single_program:
+    strategy = pipeline.engine.strategy
+    if self.jit_compile and not pipeline.engine.is_single_program:
       raise ValueError(
         "`jit_compile` must be False in compile under"
-        f" {type(step.engine.strategy).__name__}: XLA cannot compile the sum"
-        " over its replicas. Leave it out, or use"
-        f" tf_cross_shard.VectorizedStrategy({step.engine.num_replicas}), whose"
-        " replicas XLA compiles as one program."
+        f" {type(strategy).__name__}: XLA cannot compile the sum over its"
+        " replicas. Leave it out, or use tf_cross_shard.VectorizedStrategy("
+        f"{strategy.num_replicas_in_sync}, split_batches=True), whose replicas"
+        " XLA compiles as one program."
       )
     wrap_losses[package](self)
     if type(self).compute_loss is not compute_loss:
-      step.convention.warn_of_own_loss(type(self).__name__)
+      pipeline.convention.warn_of_own_loss(type(self).__name__)
 
   setattr(compile_model, _MARK, True)
   return compile_model
@@ -160,7 +161,7 @@ def _warn_of_tables(model: Any) -> None:
     )
 
 
-def _step_of(model: Any) -> Any:
+def _pipeline_of(model: Any) -> Any:
   """Returns the steps of the model's CrossShardOptimizer, or None."""
   optimizers = names_lib.nested_optimizers(getattr(model, "optimizer", None))
-  return next(filter(None, map(parts.find_step, optimizers)), None)
+  return next(filter(None, map(wrapper_state.find_pipeline, optimizers)), None)

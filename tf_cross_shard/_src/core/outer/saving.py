@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.inner import inner as inner_lib
 
 
@@ -20,14 +20,14 @@ class Wrapping:
   """Base class of the mixins: gives access to the objects behind a wrapper."""
 
   @property
-  def _parts(self) -> parts.Parts:
-    found = parts.find(self)
+  def _wrapper_state(self) -> wrapper_state.WrapperState:
+    found = wrapper_state.find(self)
     assert found is not None
     return found
 
   @property
   def _inner(self) -> inner_lib.Inner:
-    return self._parts.inner
+    return self._wrapper_state.inner
 
 
 class SavedState(Wrapping):
@@ -83,7 +83,7 @@ class SavedState(Wrapping):
   # tf.train.Checkpoint sees the wrapped optimizer instead of the wrapper.
 
   def _checkpointed(self) -> Any:
-    own = parts.find(self)
+    own = wrapper_state.find(self)
     # While Keras' constructor runs, checkpoints see the wrapper itself.
     return super() if own is None else own.inner.checkpointed
 

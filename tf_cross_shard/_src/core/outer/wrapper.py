@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, cast
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import parts, single_program, validation
+from tf_cross_shard._src.core import single_program, validation, wrapper_state
 from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.inner import v1
@@ -44,11 +44,11 @@ def _forwarded(name: str) -> property:
   """Returns a property that forwards to the wrapped optimizer."""
 
   def get(self: Any) -> Any:
-    own = parts.find(self)
+    own = wrapper_state.find(self)
     return None if own is None else getattr(own.inner.optimizer, name)
 
   def set_value(self: Any, value: Any) -> None:
-    own = parts.find(self)
+    own = wrapper_state.find(self)
     if own is not None:  # It is None while Keras' constructor runs.
       setattr(own.inner.optimizer, name, value)
 
@@ -93,7 +93,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def _wrap(self, inner: inner_lib.Inner) -> None:
     """Stores the wrapped optimizer, and begins to forward attributes."""
-    parts.attach(self, parts.Parts(inner, self._package))
+    wrapper_state.attach(self, wrapper_state.WrapperState(inner, self._package))
     if inner.is_built:
       validation.check_not_overwritten(inner.trainable_variables)
 
@@ -143,7 +143,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the wrapped optimizer."""
-    own = parts.find(self)
+    own = wrapper_state.find(self)
     if own is None or (name.startswith("__") and name.endswith("__")):
       raise AttributeError(
         f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -152,7 +152,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Writes to the wrapped optimizer if only it has the attribute."""
-    own = parts.find(self)
+    own = wrapper_state.find(self)
     if (
       own is not None
       and name not in self.__dict__
@@ -165,7 +165,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
 
   def __repr__(self) -> str:
     """Returns the class, the wrapped optimizer, and changed arguments."""
-    if parts.find(self) is None:  # Keras' constructor is running.
+    if wrapper_state.find(self) is None:  # Keras' constructor is running.
       return object.__repr__(self)
     opt = self._inner.optimizer
     is_wrapper = isinstance(opt, OptimizerWrapper)

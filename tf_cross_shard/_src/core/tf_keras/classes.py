@@ -21,7 +21,7 @@ import tf_keras as keras
 
 from tf_cross_shard._src.core import loss_factor, optimizer, validation
 from tf_cross_shard._src.core import per_group as per_group_lib
-from tf_cross_shard._src.core import step as step_lib
+from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core.gradients import differentiate
 from tf_cross_shard._src.core.outer import compiled_losses
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
@@ -69,8 +69,8 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._steps.check_place()
-    return self._steps.scale(loss, loss_factor.GLOBAL)
+    self._pipeline.check_place()
+    return self._pipeline.scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
   def aggregate_gradients(
@@ -96,9 +96,9 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._steps.check_place()
-    call = step_lib.Call(*validation.check_pairs(grads_and_vars))
-    return list(zip(self._steps.sum(call), call.variables, strict=True))
+    self._pipeline.check_place()
+    call = pipeline_lib.Call(*validation.check_pairs(grads_and_vars))
+    return list(zip(self._pipeline.sum(call), call.variables, strict=True))
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -136,9 +136,11 @@ class CrossShardOptimizer(
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)
     if self._inner.is_called_by_loss_scaler:
-      return self._steps.apply_for_loss_scaler(grads, variables)
+      return self._pipeline.apply_for_loss_scaler(grads, variables)
     validation.check_global_step(global_step)
-    call = step_lib.Call(grads, variables, global_step, name, is_reduced=True)
+    call = pipeline_lib.Call(
+      grads, variables, global_step, name, is_reduced=True
+    )
     return self._perform(call)
 
 

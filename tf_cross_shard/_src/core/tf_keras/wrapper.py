@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from tf_cross_shard._src.core import parts
+from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.outer import loss_scaler
 from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import adapter, v1_optimizers
@@ -129,7 +129,7 @@ class TfKerasWrapper(
     self, trackable: Any, name: str, *args: Any, **k: Any
   ) -> Any:
     """Tracks an object that a LossScaleOptimizer adds to checkpoints."""
-    own = parts.find(self)
+    own = wrapper_state.find(self)
     if own is None:
       return super()._track_trackable(trackable, name, *args, **k)
     optimizer = own.inner.optimizer

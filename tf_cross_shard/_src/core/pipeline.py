@@ -5,9 +5,9 @@
                  replica or one    group                       the weights
                  alone
 
-`Step.take` and `Step._finish` follow this drawing from left to right. Before a
-step, `Step.scale` multiplies the loss (or `take` multiplies the gradients, with
-`scale_gradients`), and `Step.differentiate` or the user's own tape computes the
+`GradientPipeline.take` and `_finish` follow this drawing from left to right.
+Before a step, `scale` multiplies the loss (or `take` multiplies the gradients,
+with `scale_gradients`), and `differentiate` or the user's own tape computes the
 gradients.
 
 `update` decides which part of the weights and of the optimizer's state each
@@ -71,7 +71,7 @@ class Call:
   is_reduced: bool = False
 
 
-class Step:
+class GradientPipeline:
   """What lies between a loss and the weights.
 
   Attributes:
