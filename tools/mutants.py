@@ -65,7 +65,7 @@ _CLIPPED_SUMS = (
   r"self._scale_and_clip(dataclasses.replace(call, grads=\2))"
 )
 _LIMITS_OFF = """    with overriding.overriding(
-      self.inner.innermost, **dict.fromkeys(self._limits_applied_here)
+      self.wrapped.base_optimizer, **dict.fromkeys(self._limits_applied_here)
     ):
 """
 _HAS_MOMENTUM = """
@@ -97,7 +97,7 @@ MUTANTS = [
   Mutant("a gradient that is None in some calls is accepted", "_src/core/accumulation.py", "if has_gradient != self._have_gradients.get(_key(variable), has_gradient):", "if False:", "unit/core/accumulation"),
   # Clipping.
   Mutant("gradients are clipped after the sum", "_src/core/pipeline.py", _CLIP_AND_SUM, _CLIPPED_SUMS, "unit/core/reduce/gradient_reducer"),
-  Mutant("clipping limits ignore the loss scale", "_src/core/pipeline.py", "name: self.inner.scale_limit(limit)}", "name: limit}", "unit/core/reduce/gradient_reducer"),
+  Mutant("clipping limits ignore the loss scale", "_src/core/pipeline.py", "name: self.wrapped.scale_limit(limit)}", "name: limit}", "unit/core/reduce/gradient_reducer"),
   Mutant("norms of half-precision gradients overflow", "_src/core/gradients/clipping.py", "if _dtype(grad) in (tf.float16, tf.bfloat16)", "if False", "unit/core/gradients/clipping"),
   Mutant("duplicate rows are clipped before they are added up", "_src/core/gradients/clipping.py", "if sums_rows else grads", "if False else grads", "unit/core/gradients/clipping"),
   Mutant("clipping hides infinities", "_src/core/gradients/clipping.py", "  if keep_infinite:", "  if False:", "unit/core/gradients/clipping"),
@@ -126,13 +126,13 @@ MUTANTS = [
   Mutant("lazy rows update all rows", "_src/core/update/rows.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/core/update/rows"),
   Mutant("rows that occur have no weight decay", "_src/core/update/rows.py", "if decays:", "if False:", "unit/core/update/rows"),
   Mutant("SGD with momentum is updated by rows without lazy_rows", "_src/core/update/rows.py", _HAS_MOMENTUM, "\n    ", "unit/core/reduce/gradient_reducer"),
-  Mutant("weight decay changes rows that do not occur", "_src/core/update/rows.py", "self._inner.without_decay(tables)", "self._inner.without_decay([])", "unit/core/update/rows"),
+  Mutant("weight decay changes rows that do not occur", "_src/core/update/rows.py", "self._wrapped.without_decay(tables)", "self._wrapped.without_decay([])", "unit/core/update/rows"),
   Mutant("rows of equal indices are not added up", "_src/core/gradients/row_sparse.py", "rows.shape == [1] or _is_unique(rows)", "True", "unit/core/gradients/row_sparse"),
   Mutant("tf.unique's positions count as unique rows", "_src/core/gradients/row_sparse.py", "bool(indices.value_index == 0)", "True", "unit/core/gradients/row_sparse"),
   Mutant("row-sparse gradients are not scaled", "_src/core/gradients/row_sparse.py", "values = times(grad.values, factor)", "values = grad.values", "unit/core/gradients/row_sparse"),
   # Kernels.
-  Mutant("an overridden attribute is not restored", "_src/core/inner/overriding.py", "        own[name] = before[name]", "        pass", "unit/core/inner/fused"),
-  Mutant("kernels use beta powers of the previous step", "_src/core/inner/fused.py", "optimizer.iterations) + 1", "optimizer.iterations)", "unit/core/inner/fused"),
+  Mutant("an overridden attribute is not restored", "_src/core/wrapped/overriding.py", "        own[name] = before[name]", "        pass", "unit/core/wrapped/fused"),
+  Mutant("kernels use beta powers of the previous step", "_src/core/wrapped/fused.py", "optimizer.iterations) + 1", "optimizer.iterations)", "unit/core/wrapped/fused"),
   # The wire.
   Mutant("gradients travel in their own dtype, not in wire_dtype", "_src/core/gradients/compression.py", "and dtype.size > wire_dtype.size", "and False", "unit/core/gradients/compression"),
   Mutant("sums keep the wire dtype", "_src/core/gradients/compression.py", "tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)", "tensor", "unit/core/gradients/compression"),

@@ -115,7 +115,7 @@ def copies(variable: Any) -> list[np.ndarray]:
   return [copy.numpy() for copy in strategy.experimental_local_results(value)]
 
 
-def innermost(optimizer: Any) -> Any:
+def base_optimizer(optimizer: Any) -> Any:
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer

@@ -134,7 +134,7 @@ def _patch_innermost(target: Any, *args: Any, **kwargs: Any) -> Any:
   updates.
   """
   if isinstance(target, tf_cross_shard.CrossShardOptimizer):
-    target = testbed.innermost(target)
+    target = testbed.base_optimizer(target)
   return _patch_object(target, *args, **kwargs)
 
 

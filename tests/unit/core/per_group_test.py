@@ -367,7 +367,7 @@ class TestAssign:
     assert restored.values(step=0) == [1.0, 0.1]
     with testbed.mirrored().scope():
       loaded = tf.keras.models.load_model(tmp_path / "model.keras")
-    found = testbed.innermost(loaded.optimizer)._learning_rate
+    found = testbed.base_optimizer(loaded.optimizer)._learning_rate
     assert found.values(step=0) == [1.0, 0.1]
     assert copy.deepcopy(rates).rates == [1.0, 0.1]
 

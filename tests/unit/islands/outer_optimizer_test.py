@@ -39,7 +39,7 @@ def make(outer: Any = None, **options: Any) -> islands.Islands:
 
 def synchronized(loop: islands.Islands) -> np.ndarray:
   """Returns the weight of all groups, which is their anchor."""
-  [anchor] = loop.outer.optimizer._inner.trainable_variables
+  [anchor] = loop.outer.optimizer._wrapped.trainable_variables
   both = testbed.copies(loop.weights[0]) + testbed.copies(anchor)
   assert len({value.tobytes() for value in both}) == 1
   assert len(both) == 2 * testbed.REPLICAS
@@ -338,7 +338,7 @@ def test_weights_that_are_set_are_the_next_anchor() -> None:
   assert (np.abs(synchronized(loop) - 1024.0) < 100).all()
   # In the middle of a round, where groups differ, nothing is done.
   loop.train(GRADS[4:5])
-  [anchor] = outer.optimizer._inner.trainable_variables
+  [anchor] = outer.optimizer._wrapped.trainable_variables
   before = testbed.copies(anchor)
   outer.build(loop.optimizer, loop.weights)
   np.testing.assert_equal(testbed.copies(anchor), before)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.support import testbed
 from tf_cross_shard import VectorizedStrategy
-from tf_cross_shard._src.core.inner import kernels
+from tf_cross_shard._src.core.wrapped import kernels
 
 N, SIZE = 3, 4
 _STEPS = [2.0, 3.0, 4.0]

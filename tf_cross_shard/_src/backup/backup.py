@@ -20,7 +20,7 @@ from absl import logging
 from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import (
   checkpoint,

@@ -17,9 +17,9 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 class Window:
@@ -127,13 +127,15 @@ class Window:
 
 
 def make(
-  steps: int | None, inner: inner_lib.Inner, engine: engine_lib.Engine
+  steps: int | None,
+  wrapped: wrapped_lib.WrappedOptimizer,
+  engine: engine_lib.Engine,
 ) -> Window | None:
   """Returns the window of `accumulate_steps`; None if every call is a step."""
-  if steps is not None and inner.accumulates:
+  if steps is not None and wrapped.accumulates:
     raise ValueError(
       f"`accumulate_steps` is {steps}, but `opt` already accumulates gradients"
-      f" (gradient_accumulation_steps={inner.accumulates}). Set only one of"
+      f" (gradient_accumulation_steps={wrapped.accumulates}). Set only one of"
       " these arguments."
     )
   return None if steps in (None, 1) else Window(int(steps), engine)

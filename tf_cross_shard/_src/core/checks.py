@@ -13,10 +13,10 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.workers import agreement, errors
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 class Checks:
@@ -28,12 +28,12 @@ class Checks:
   def __init__(
     self,
     settings: settings_lib.Settings,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     engine: engine_lib.Engine,
   ) -> None:
     """Raises an error if the groups or the workers do not fit the strategy."""
     self._settings = settings
-    self._inner = inner
+    self._wrapped = wrapped
     self._engine = engine
     self._name = settings.name
     # The threads that are inside a call of this optimizer, one entry for each
@@ -99,8 +99,8 @@ class Checks:
     A variable that was created outside the strategy's scope exists only once.
     Each replica would update it, so the updates of all groups would mix.
     """
-    if self._inner.is_built:
-      validation.check_known(variables, self._inner.knows)
+    if self._wrapped.is_built:
+      validation.check_known(variables, self._wrapped.knows)
     strategy = self._engine.strategy
     if self._engine.num_replicas == 1:
       return
@@ -125,7 +125,7 @@ class Checks:
     def lines() -> list[str]:
       # Different groups may have skipped different steps.
       is_equal = self._engine.groups.num_groups == 1
-      count = int(self._inner.iterations()) if is_equal else "any"
+      count = int(self._wrapped.iterations()) if is_equal else "any"
       return [*self._setting_lines(), f"iterations: {count}"]
 
     topic = f"a step of {self._name}"

@@ -18,9 +18,9 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.inner import fused, kernels
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.update import sharded
+from tf_cross_shard._src.core.wrapped import fused, kernels
 
 # Users of smaller tables need no note: updating all rows costs them little.
 _LARGE: Final = 1_000_000
@@ -80,7 +80,7 @@ def describe(
 ) -> Description:
   """Returns what the step of an optimizer does; `optimizer` is its `repr`."""
   settings, engine = pipeline.settings, pipeline.engine
-  wrapped = pipeline.inner
+  wrapped = pipeline.wrapped
   whole = wrapped.whole
   weights = list(whole.trainable_variables) if wrapped.is_built else []
   rows = _rows(pipeline, weights)
@@ -157,8 +157,8 @@ def _methods(
 
   Only `tables` may have row-sparse gradients.
   """
-  wrapped, engine = pipeline.inner, pipeline.engine
-  optimizer, variables = wrapped.innermost, [*weights, *tables]
+  wrapped, engine = pipeline.wrapped, pipeline.engine
+  optimizer, variables = wrapped.base_optimizer, [*weights, *tables]
   plan = fused.plan(
     optimizer,
     wrapped.fused,
@@ -222,7 +222,7 @@ def _not_in_force(
       yield "wire_dtype", "no gradient has a wider dtype"
   if settings.accumulate_steps == 1:
     yield "accumulate_steps", "one call is a step, as with None"
-  if settings.skip_nonfinite and pipeline.inner.skips_overflows:
+  if settings.skip_nonfinite and pipeline.wrapped.skips_overflows:
     yield (
       "skip_nonfinite",
       "the LossScaleOptimizer skips such steps anyway; they are only counted",
@@ -256,7 +256,7 @@ def _notes(
   rows: Sequence[Row],
 ) -> Iterator[str]:
   """Yields what is not known yet, and what costs more than it has to."""
-  wrapped, engine = pipeline.inner, pipeline.engine
+  wrapped, engine = pipeline.wrapped, pipeline.engine
   if not wrapped.is_built:
     yield (
       "The variables are not known yet. Call"

@@ -25,9 +25,9 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import reduce, single_program, validation
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import isolation
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 # An int, or a scalar tensor or variable. Each thread has its own value, because
 # replicas may be threads.

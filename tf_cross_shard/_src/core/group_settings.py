@@ -18,9 +18,9 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import group_numbers
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.inner import overriding
 from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.wrapped import overriding
 
 
 class GroupNumber(float):

@@ -23,9 +23,9 @@ from tf_cross_shard._src.core import (
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
+from tf_cross_shard._src.core.wrapped import keras_private
 
 if TYPE_CHECKING:
   import numpy.typing as npt
@@ -194,14 +194,14 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     # All arguments but `opt`: each field of `Settings` has an argument's name.
     settings = settings_lib.Settings.of(locals())
     super().__init__(opt, name=name, **settings.limits)
-    self._inner.fuse(fused_update)
+    self._wrapped.fuse(fused_update)
     engine = reduce.for_strategy(
-      self._inner.strategy, settings.group_assignment
+      self._wrapped.strategy, settings.group_assignment
     )
     per_group_lib.check_rates_of(opt, engine.groups, self._package)
     per_group_lib.create_rates(opt, self._package)
     self._wrapper_state.pipeline = pipeline_lib.GradientPipeline(
-      settings, self._inner, engine
+      settings, self._wrapped, engine
     )
 
   @property
@@ -218,14 +218,14 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     if pipeline is None:
       return None
     with pipeline.in_my_group():
-      return pipeline.inner.optimizer.learning_rate
+      return pipeline.wrapped.optimizer.learning_rate
 
   @learning_rate.setter
   def learning_rate(self, value: Any) -> None:
     pipeline = wrapper_state.find_pipeline(self)
     if pipeline is None:  # Keras' constructor is running.
       return
-    opt = pipeline.inner.optimizer
+    opt = pipeline.wrapped.optimizer
     if not callable(value) and per_group_lib.rates_of(opt) is not None:
       raise TypeError(
         "PerGroup holds a learning rate for each group, so one number cannot"
@@ -245,19 +245,19 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     An optimizer of your own around this one may call it if there is one group.
     """
     pipeline = wrapper_state.find_pipeline(self)
-    inner = self._inner.optimizer
+    wrapped = self._wrapped.optimizer
     if pipeline is None or (
       pipeline.engine.groups.num_groups == 1
       or single_program.are_models(pipeline.engine.strategy)
     ):
-      return inner.update_step
+      return wrapped.update_step
 
     def refuse(*args: Any, **kwargs: Any) -> None:
       raise RuntimeError(
         f"update_step of {self.name} was called by another optimizer, which"
         f" sums gradients over all {pipeline.engine.num_replicas} replicas, and"
         " so mixes the groups. Let the other optimizer call apply_gradients, or"
-        f" wrap it: CrossShardOptimizer(outer({type(inner).__name__}(...)))."
+        f" wrap it: CrossShardOptimizer(outer({type(wrapped).__name__}(...)))."
       )
 
     return refuse
@@ -410,7 +410,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     trained = list(variables)
     # Creating slots waits for all workers. Compare first, so that a difference
     # raises an error instead of a hang.
-    if not self._inner.is_built:
+    if not self._wrapped.is_built:
       self._pipeline.checks.compare_workers_before_build(trained)
     super().build(trained)
 
@@ -433,7 +433,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       ValueError: If `opt` updates all rows in each step.
       RuntimeError: If the optimizer is built.
     """
-    if self._inner.is_built:
+    if self._wrapped.is_built:
       raise RuntimeError(
         "`update_by_rows` was called after `build`, which has divided the"
         " weights among the members. Call it before `build`."
@@ -449,8 +449,8 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       var_list: The variables.
     """
     pipeline = self._pipeline
-    is_sharded = pipeline.inner.sharded_state is not None
-    pipeline.warnings.end_fit(is_sharded and bool(self._inner.averages))
+    is_sharded = pipeline.wrapped.sharded_state is not None
+    pipeline.warnings.end_fit(is_sharded and bool(self._wrapped.averages))
     pipeline.update.write_averages(var_list)
 
   def _gradients(
@@ -468,13 +468,13 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     pipeline = self._pipeline
     if pipeline.convention.is_trying:
       pipeline.convention.keep_gradients(call.grads)
-      return self._inner.iterations()
+      return self._wrapped.iterations()
     with pipeline.checks.one_user():
       pipeline.checks.check_place()
       pipeline.checks.check_variables(call.variables)
       if not call.is_reduced:
         pipeline.convention.check_was_scaled(
-          call.through_apply, self._inner.divides_gradients
+          call.through_apply, self._wrapped.divides_gradients
         )
       self.build(call.variables)
       pipeline.checks.compare_workers_before_step(call.grads, call.variables)
@@ -494,8 +494,8 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
   def _before_saving(self) -> None:
     pipeline = wrapper_state.find_pipeline(self)
     if pipeline is not None:
-      whole = self._inner.whole
-      loss_scale = keras_private.loss_scale(self._inner.optimizer)
+      whole = self._wrapped.whole
+      loss_scale = keras_private.loss_scale(self._wrapped.optimizer)
       pipeline.warnings.before_saving(
         [*whole.trainable_variables, *whole.variables, *loss_scale]
       )

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import group_numbers, single_program, validation
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import isolation
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 
 class PerGroup(tf.__internal__.tracking.Trackable):

@@ -11,8 +11,8 @@ with `scale_gradients`), and `differentiate` or the user's own tape computes the
 gradients.
 
 `update` decides which part of the weights and of the optimizer's state each
-replica keeps, `engine` how replicas exchange tensors, and `inner` is the user's
-optimizer.
+replica keeps, `engine` how replicas exchange tensors, and `wrapped` is the
+user's optimizer.
 """
 
 import dataclasses
@@ -36,7 +36,6 @@ from tf_cross_shard._src.core.gradients import (
   row_sparse,
 )
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import gradient_reducer
@@ -47,6 +46,7 @@ from tf_cross_shard._src.core.update import (
   sharded,
 )
 from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,11 @@ class GradientPipeline:
 
   Attributes:
     settings: The arguments of the optimizer.
-    inner: The user's optimizer.
+    wrapped: The user's optimizer.
     engine: Sums over the groups of replicas.
     checks: Whether a step may run here.
     convention: The factor by which the loss is multiplied.
-    group_settings: The settings of `inner` that differ between groups.
+    group_settings: The settings of `wrapped` that differ between groups.
     tables: The embedding tables that are updated by rows.
     update: Reduces gradients and updates the weights.
     window: Accumulates the gradients of several calls; None for one call.
@@ -93,13 +93,13 @@ class GradientPipeline:
   def __init__(
     self,
     settings: settings_lib.Settings,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     engine: engine_lib.Engine,
   ) -> None:
     self.settings = settings
-    self.inner = inner
+    self.wrapped = wrapped
     self.engine = engine
-    self.checks = checks_lib.Checks(settings, inner, engine)
+    self.checks = checks_lib.Checks(settings, wrapped, engine)
     self.convention = loss_convention.LossConvention(
       settings,
       int(engine.strategy.num_replicas_in_sync),
@@ -107,12 +107,12 @@ class GradientPipeline:
     )
     group_numbers.register(engine)
     self.group_settings = group_settings.GroupSettings(
-      settings.group_settings, inner.innermost, engine
+      settings.group_settings, wrapped.base_optimizer, engine
     )
-    self.tables = rows_lib.Tables(inner, engine, settings.lazy_rows)
-    self.update = _make_update(settings, inner, engine, self.tables)
-    self.window = accumulation.make(settings.accumulate_steps, inner, engine)
-    self.warnings = warnings_lib.GroupWarnings(settings.name, inner, engine)
+    self.tables = rows_lib.Tables(wrapped, engine, settings.lazy_rows)
+    self.update = _make_update(settings, wrapped, engine, self.tables)
+    self.window = accumulation.make(settings.accumulate_steps, wrapped, engine)
+    self.warnings = warnings_lib.GroupWarnings(settings.name, wrapped, engine)
     self.skipped_steps: tf.Variable | None = None
     if settings.skip_nonfinite:
       with engine.making_variables():
@@ -120,7 +120,7 @@ class GradientPipeline:
           0, trainable=False, dtype=tf.int64, name="skipped_steps"
         )
     self.attached: tuple[Any, ...] = ()
-    inner.checkpointed = self.update.checkpointed
+    wrapped.checkpointed = self.update.checkpointed
 
   def take(self, call: Call) -> tf.Tensor:
     """Takes a step, or adds a call to a window; returns the iteration count."""
@@ -139,7 +139,7 @@ class GradientPipeline:
           lambda: window.add(dense, variables),
         )
       with self.engine.isolate():
-        return tf.identity(self.inner.iterations())
+        return tf.identity(self.wrapped.iterations())
 
   def _finish(self, call: Call, grads: Sequence[Gradient]) -> None:
     """Reduces gradients over the group, and applies the sums once."""
@@ -160,7 +160,7 @@ class GradientPipeline:
         is_finite = clipping.all_finite(sums)
         self.skipped_steps.assign_add(tf.cast(~is_finite, tf.int64))
       # A dynamic LossScaleOptimizer skips a step itself.
-      if self.skipped_steps is None or self.inner.skips_overflows:
+      if self.skipped_steps is None or self.wrapped.skips_overflows:
         self.update.apply(sums, call.variables, call.through_apply)
       else:
         tf.cond(
@@ -194,7 +194,7 @@ class GradientPipeline:
       if not limit:  # As in Keras, 0 does not clip.
         continue
       # Gradients may be multiplied by a loss scale: also multiply the limit.
-      scaled: Any = {name: self.inner.scale_limit(limit)}
+      scaled: Any = {name: self.wrapped.scale_limit(limit)}
       clipped = clipping.select(
         group_settings.is_nonzero(limit),
         clipping.clip(grads, **scaled, keep_infinite=self._may_skip),
@@ -218,7 +218,7 @@ class GradientPipeline:
   @property
   def _may_skip(self) -> bool:
     """Whether a step may be skipped because of a NaN or an infinity."""
-    return self.settings.skip_nonfinite or self.inner.skips_overflows
+    return self.settings.skip_nonfinite or self.wrapped.skips_overflows
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""
@@ -236,7 +236,7 @@ class GradientPipeline:
 
     That optimizer calls this method inside `update.apply`.
     """
-    self.inner.apply(grads, variables, True, self.tables.row_step)
+    self.wrapped.apply(grads, variables, True, self.tables.row_step)
 
   def differentiate(
     self,
@@ -252,7 +252,7 @@ class GradientPipeline:
     """
     self.check_place()
     return differentiate.differentiate(
-      self.inner,
+      self.wrapped,
       loss,
       var_list,
       tape,
@@ -291,20 +291,20 @@ class GradientPipeline:
 
   def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots, and the sums of a window, unless they exist."""
-    if not self.inner.is_built:
+    if not self.wrapped.is_built:
       self.warnings.before_build(variables)
     self.update.build(variables)
-    self.inner.checkpointed = self.update.checkpointed
+    self.wrapped.checkpointed = self.update.checkpointed
     if self.window is not None:
       # tf_keras' LossScaleOptimizer around this optimizer also calls `build`
       # with the variables that are updated, which may be shards. The window
       # needs the weights.
-      self.window.build([v for v in variables if self.inner.knows(v)])
+      self.window.build([v for v in variables if self.wrapped.knows(v)])
 
   @property
   def calls_per_step(self) -> int:
     """How many calls of `apply_gradients` make one step."""
-    return int(self.settings.accumulate_steps or self.inner.accumulates or 1)
+    return int(self.settings.accumulate_steps or self.wrapped.accumulates or 1)
 
   @property
   def state(self) -> list[Variable]:
@@ -335,7 +335,7 @@ _SHARDED: Final = {
 
 def _make_update(
   settings: settings_lib.Settings,
-  inner: inner_lib.Inner,
+  wrapped: wrapped_lib.WrappedOptimizer,
   engine: engine_lib.Engine,
   tables: rows_lib.Tables,
 ) -> replicated.Update:
@@ -343,10 +343,10 @@ def _make_update(
   # float16 rounds small gradients to 0. So gradients that were divided by the
   # loss scale are multiplied by it while they are sent.
   is_float16 = settings.wire_dtype == tf.float16
-  scale = inner.wire_scale if is_float16 else None
+  scale = wrapped.wire_scale if is_float16 else None
   reducer = gradient_reducer.GradientReducer(engine, settings.wire_dtype, scale)
   if settings.shard_update:
-    kind = sharded.choose_kind(inner.innermost, settings.shard_update)
+    kind = sharded.choose_kind(wrapped.base_optimizer, settings.shard_update)
     # A program may load the optimizer on one device, whatever the groups are.
     if min(engine.groups.group_size, engine.num_replicas) > 1:
       # Vectorized replicas update a variable in one operation, so that there is
@@ -356,6 +356,6 @@ def _make_update(
         and engine.is_single_program
         and not engine.is_compiled
       ):
-        return replicated.Update(inner, reducer, tables)
-      return _SHARDED[kind](inner, reducer, tables, settings.skip_nonfinite)
-  return replicated.Update(inner, reducer, tables)
+        return replicated.Update(wrapped, reducer, tables)
+      return _SHARDED[kind](wrapped, reducer, tables, settings.skip_nonfinite)
+  return replicated.Update(wrapped, reducer, tables)

@@ -17,10 +17,10 @@ from absl import logging
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 _MIXED_EVALUATION: Final = (
   "%s trains %d groups, each with its own weights, but Keras' evaluate(),"
@@ -63,10 +63,13 @@ class GroupWarnings:
   """The warnings of an optimizer with groups, each given once."""
 
   def __init__(
-    self, name: str, inner: inner_lib.Inner, engine: engine_lib.Engine
+    self,
+    name: str,
+    wrapped: wrapped_lib.WrappedOptimizer,
+    engine: engine_lib.Engine,
   ) -> None:
     self._name = name
-    self._inner = inner
+    self._wrapped = wrapped
     self._engine = engine
     self._groups = engine.groups
     self._are_models = single_program.are_models(engine.strategy)
@@ -97,13 +100,13 @@ class GroupWarnings:
       text in self._logged
       or self._groups.num_groups == 1
       or not self._is_one_process
-      or not self._inner.is_built
+      or not self._wrapped.is_built
       or not replicas_lib.is_between_steps()
       or self._count_steps() in (0, self._accepted_at)
     ):
       return
     variables = sorted(
-      self._inner.whole.trainable_variables,
+      self._wrapped.whole.trainable_variables,
       key=lambda v: tf.TensorShape(v.shape).num_elements() or 0,
     )
     if variables and self._are_equal(variables, is_alarm=True):
@@ -140,7 +143,9 @@ class GroupWarnings:
     """Warns if groups were overwritten, or if Keras evaluates wrong weights."""
     self.check()
     self._check_callbacks()  # Of a later `fit`, too.
-    is_alike = self._inner.is_built and self._accepted_at == self._count_steps()
+    is_alike = (
+      self._wrapped.is_built and self._accepted_at == self._count_steps()
+    )
     if not (self.is_evaluated_by_group or is_alike):
       self.before_evaluating()
     if (
@@ -158,7 +163,7 @@ class GroupWarnings:
       self._log_once(_RESTORED)
 
   def accept(self) -> None:
-    if self._groups.num_groups > 1 and self._inner.is_built:
+    if self._groups.num_groups > 1 and self._wrapped.is_built:
       self._accepted_at = self._count_steps()
 
   def before_saving(self, variables: Iterable[Variable]) -> None:
@@ -210,7 +215,7 @@ class GroupWarnings:
     return True
 
   def _count_steps(self) -> int:
-    return int(self._inner.iterations())
+    return int(self._wrapped.iterations())
 
   def _log_once(self, text: str) -> None:
     if self._groups.num_groups > 1 and text not in self._logged:

@@ -7,7 +7,7 @@ from tf_cross_shard._src.core.keras_types import Optimizer
 
 if TYPE_CHECKING:
   from tf_cross_shard._src.core import pipeline as pipeline_lib
-  from tf_cross_shard._src.core.inner import inner as inner_lib
+  from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # The only attribute that this package adds to a wrapper. Its name is one that a
 # user's optimizer class is unlikely to have.
@@ -19,13 +19,13 @@ class WrapperState:
   """The objects that do the work of a wrapper.
 
   Attributes:
-    inner: The user's optimizer.
+    wrapped: The user's optimizer.
     keras_package: "keras" or "tf_keras".
     pipeline: The gradient pipeline of a CrossShardOptimizer; None for towers,
       and while the optimizer is being created.
   """
 
-  inner: "inner_lib.Inner"
+  wrapped: "wrapped_lib.WrappedOptimizer"
   keras_package: str
   pipeline: "pipeline_lib.GradientPipeline | None" = None
 
@@ -43,7 +43,7 @@ def find(optimizer: Optimizer) -> WrapperState | None:
 def find_pipeline(
   optimizer: Optimizer,
 ) -> "pipeline_lib.GradientPipeline | None":
-  """Returns a CrossShardOptimizer's pipeline; None where `find` returns None."""
+  """Returns a CrossShardOptimizer's pipeline; None where `find` does."""
   state = find(optimizer)
   return None if state is None else state.pipeline
 

@@ -21,8 +21,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import validation
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import group_state
 
 # All callbacks for which a `fit` has begun.

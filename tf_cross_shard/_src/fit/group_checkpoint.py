@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 from tf_cross_shard._src.replica_state import paths as paths_lib

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.wrapped import keras_private
 
 _HOOKS = "evaluate", "make_test_function", "test_step", "reset_metrics"
 

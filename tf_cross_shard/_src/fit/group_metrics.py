@@ -25,9 +25,9 @@ from absl import logging
 from tf_cross_shard._src.core import group_numbers, single_program
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.fit import (
   group_callback,
   group_evaluation,

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 
 def check(model: Any, caller: str) -> None:

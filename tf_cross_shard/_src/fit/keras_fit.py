@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.wrapped import keras_private
 
 
 def compile_arguments(model: Any) -> dict[str, Any] | None:

@@ -35,10 +35,10 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import group_state
 
@@ -459,7 +459,9 @@ class _State:
     pipeline = wrapper_state.pipeline_of(trained_by)
     with pipeline.engine.making_variables():
       self.anchors = [
-        pipeline.inner.make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
+        pipeline.wrapped.make_variable(
+          tf.convert_to_tensor(weight), f"anchor{i}"
+        )
         for i, weight in enumerate(weights)
       ]
     self._outer_step = _make_step(optimizer, self.anchors, self.weights)

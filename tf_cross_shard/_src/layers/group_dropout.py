@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import group_numbers, settings, validation
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 # Keras' layer creates a random number generator if its rate is not 0.
 _ANY_RATE: Final = 0.5

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tf_cross_shard._src.core import versions
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 
 versions.check_tf_keras()
 

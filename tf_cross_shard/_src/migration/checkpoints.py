@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private, kernels, v1
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private, kernels, v1
+from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
 _Names = Mapping[str, str | None]
@@ -109,7 +109,7 @@ def convert_checkpoint(
   scope = (strategy or tf.distribute.get_strategy()).scope
   listed = [w.variable for w in weights if w.variable.trainable]
   variables = list(getattr(model, "trainable_variables", listed))
-  if not keras_private.is_built(inner_lib.innermost(optimizer)):
+  if not keras_private.is_built(wrapped_lib.base_optimizer(optimizer)):
     with scope():
       optimizer.build(variables)
   by_id = {id(weight.variable): weight for weight in weights}
@@ -223,17 +223,21 @@ def _state(
   shapes: dict[str, tuple[int, ...]],
 ) -> Iterator[_Wanted]:
   """Yields slots, other variables, and the number of steps as the last one."""
-  innermost = inner_lib.innermost(optimizer)
+  base_optimizer = wrapped_lib.base_optimizer(optimizer)
   # With `shard_update`, slots are in parts; this state has whole slots.
-  state = names_lib.sharded_state(optimizer) or inner_lib.adapter_of(innermost)
-  v1_names = _v1_names(innermost)
-  is_v1 = isinstance(innermost, v1.V1Update)
+  state = names_lib.sharded_state(optimizer) or wrapped_lib.adapter_of(
+    base_optimizer
+  )
+  v1_names = _v1_names(base_optimizer)
+  is_v1 = isinstance(base_optimizer, v1.V1Update)
   is_sgd = "Momentum" in v1_names.values() and not is_v1
   # tf_keras creates slots for an SGD without momentum, too.
-  is_idle = is_sgd and not float(innermost.momentum)
-  factor = _factor_of_momentum(innermost) if is_sgd and not is_idle else 1.0
-  rates = names_lib.rate_variables(innermost)
-  known = {id(innermost.iterations), *map(id, rates)}
+  is_idle = is_sgd and not float(base_optimizer.momentum)
+  factor = (
+    _factor_of_momentum(base_optimizer) if is_sgd and not is_idle else 1.0
+  )
+  rates = names_lib.rate_variables(base_optimizer)
+  known = {id(base_optimizer.iterations), *map(id, rates)}
   for weight in trained:
     source = sources.get(weight.name)
     slots = state.slots(weight.variable)
@@ -256,7 +260,7 @@ def _state(
       name = variables_lib.path_of(other).rpartition("/")[2]
       yield _Wanted(name, other, _only_scalar(rf"{name}(_\d+)?", shapes))
   yield _Wanted(
-    "iterations", innermost.iterations, _only_scalar("global_step", shapes)
+    "iterations", base_optimizer.iterations, _only_scalar("global_step", shapes)
   )
 
 

@@ -5,7 +5,7 @@ import importlib
 from typing import Any, Literal
 
 from tf_cross_shard._src.core import loss_factor, versions
-from tf_cross_shard._src.core.inner import v1
+from tf_cross_shard._src.core.wrapped import v1
 
 
 def from_v1(

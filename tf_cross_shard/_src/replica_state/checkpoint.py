@@ -17,8 +17,8 @@ from etils import epath
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import single_program, validation
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,

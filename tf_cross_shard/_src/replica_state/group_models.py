@@ -20,8 +20,8 @@ from tf_cross_shard._src.core import group_numbers
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
 _CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
@@ -352,8 +352,8 @@ def _clone(
 
 def _reason(error: Exception) -> str:
   """Returns the sentence of a long error of Keras that names the cause."""
-  innermost = str(error).split("Exception encountered: ")[-1].strip()
-  return " ".join(innermost.split("\n\n")[0].split()).rstrip(".") + "."
+  base_optimizer = str(error).split("Exception encountered: ")[-1].strip()
+  return " ".join(base_optimizer.split("\n\n")[0].split()).rstrip(".") + "."
 
 
 def _copy_assets(model: Any, clone: Any) -> None:

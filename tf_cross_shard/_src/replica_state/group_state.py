@@ -16,8 +16,8 @@ from etils import epath
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.workers import agreement, errors
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import archive, tracked
 
 FORMAT: Final = "tf_cross_shard.replica_state"

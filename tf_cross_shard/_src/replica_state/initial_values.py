@@ -13,8 +13,8 @@ from tensorflow.python.eager import context
 
 from tf_cross_shard._src.core import group_numbers, validation, wrapper_state
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
@@ -141,7 +141,7 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     trained = keras_private.trained(nested[-1]) or model.trainable_variables
     wrapper = next(filter(None, map(wrapper_state.find, nested)), None)
     if wrapper is not None:
-      trained = wrapper.inner.whole.trainable_variables
+      trained = wrapper.wrapped.whole.trainable_variables
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
       create = getattr(copy, "build", None) or copy._create_all_weights

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import group_numbers, single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import keras_private
+from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.replica_state import group_models, group_state
 
 # The program that predicts with all models, for each Keras model.

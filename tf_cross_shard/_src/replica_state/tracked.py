@@ -13,8 +13,8 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import wrapper_state
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import archive
 
 
@@ -68,11 +68,11 @@ def trained(
     variables: list[Any] = []
     for nested in names_lib.nested_optimizers(own):
       wrapper = wrapper_state.find(nested)
-      inner = None if wrapper is None else wrapper.inner.whole
+      wrapped = None if wrapper is None else wrapper.wrapped.whole
       variables = list(
         keras_private.trained(nested)
-        if inner is None
-        else inner.trainable_variables
+        if wrapped is None
+        else wrapped.trainable_variables
       )
       if variables:
         break
@@ -104,8 +104,8 @@ def build(
         " which is not built, and does not say what it trains. Call its"
         " build(variables) first, inside `with strategy.scope():`."
       )
-    *_, innermost = names_lib.nested_optimizers(own)
-    with keras_private.strategy(innermost).scope():
+    *_, base_optimizer = names_lib.nested_optimizers(own)
+    with keras_private.strategy(base_optimizer).scope():
       own.build([variables[name] for name in names])
 
 

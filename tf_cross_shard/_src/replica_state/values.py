@@ -7,7 +7,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import wrapper_state
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
 
@@ -135,7 +135,7 @@ def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """Returns the optimizer's slots of the variables, each slot once."""
   layers = names_lib.nested_optimizers(optimizer)
   wrappers = filter(None, map(wrapper_state.find, layers))
-  states = [wrapper.inner.whole.slots for wrapper in wrappers]
+  states = [wrapper.wrapped.whole.slots for wrapper in wrappers]
   if not states:
     raise ValueError(
       "`slots` needs a CrossShardOptimizer, which lists its slots; got"

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from tf_cross_shard._src.core import group_numbers
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.fit import group_rates
 from tf_cross_shard._src.search import study as study_lib
 
@@ -32,7 +32,10 @@ class TrialSettings:
     if _RATE in settings:
       group_rates.check(model, "OptunaSearch")
     before = _of_optimizer(model)
-    own = {*vars(inner_lib.innermost(model.optimizer)), *settings_lib.LIMITS}
+    own = {
+      *vars(wrapped_lib.base_optimizer(model.optimizer)),
+      *settings_lib.LIMITS,
+    }
     new = (set(settings) & own) - {_RATE, *before, *self.values}
     if not new:
       return
@@ -76,8 +79,8 @@ class TrialSettings:
     """Raises `ValueError` if nothing reads a setting, or none was returned."""
     known = {_RATE, *_of_optimizer(model), *self.values}
     for name in set(settings) - known:
-      inner = vars(inner_lib.innermost(model.optimizer))
-      candidates = [*known, *(n for n in inner if not n.startswith("_"))]
+      wrapped = vars(wrapped_lib.base_optimizer(model.optimizer))
+      candidates = [*known, *(n for n in wrapped if not n.startswith("_"))]
       close = difflib.get_close_matches(name, candidates, 1)
       meant = f" (did you mean {close[0]!r}?)" if close else ""
       raise ValueError(

@@ -81,10 +81,11 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
     return [leaf[i * rows : (i + 1) * rows] for i in range(count)]
   # A sparse tensor is cut by the start and the size of a box: all of the inner
   # dimensions, and `rows` rows of axis 0.
-  inner = leaf.dense_shape[1:]
-  size = tf.concat([[rows], inner], axis=0)
+  wrapped = leaf.dense_shape[1:]
+  size = tf.concat([[rows], wrapped], axis=0)
   starts = [
-    tf.concat([[i * rows], tf.zeros_like(inner)], axis=0) for i in range(count)
+    tf.concat([[i * rows], tf.zeros_like(wrapped)], axis=0)
+    for i in range(count)
   ]
   return [tf.sparse.slice(leaf, start, size) for start in starts]
 

@@ -24,7 +24,7 @@ from absl import logging
 from tf_cross_shard._src.core import loss_factor, single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping, row_sparse
-from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.towers import shared_variables
 
 # Applies gradients to variables as the optimizer does; returns the step count.
@@ -50,25 +50,25 @@ class CollectedCall:
   """
 
   optimizer: Any
-  adapter: inner_lib.Inner
+  adapter: wrapped_lib.WrappedOptimizer
   grads: list[clipping.Gradient]
   variables: list[Any]
   apply: Apply
 
   @property
-  def inner(self) -> Any:
+  def wrapped(self) -> Any:
     """The wrapped optimizer, which identifies calls in all towers."""
     return self.adapter.optimizer
 
   @property
   def key(self) -> tuple[int, ...]:
     """A key that is equal for calls of one optimizer with equal variables."""
-    return id(self.inner), *map(id, map(variables_lib.native, self.variables))
+    return id(self.wrapped), *map(id, map(variables_lib.native, self.variables))
 
   def __str__(self) -> str:
     """Names the wrapped optimizer and the variables, for errors."""
     paths = [variables_lib.path_of(variable) for variable in self.variables]
-    name = f"{type(self.inner).__name__}({self.optimizer.get_name()!r})"
+    name = f"{type(self.wrapped).__name__}({self.optimizer.get_name()!r})"
     return f"{name} with the variables {paths}"
 
 
@@ -142,7 +142,7 @@ class GradientCollector:
         " within `model_fn`. Return the loss from there, and call the"
         " optimizer in model_fn itself."
       )
-    was_scaled = id(call.inner) in self._optimizers_that_scaled
+    was_scaled = id(call.wrapped) in self._optimizers_that_scaled
     if self._factor != 1.0 and not was_scaled:
       logging.log_first_n(
         logging.WARNING,
@@ -163,7 +163,7 @@ class GradientCollector:
     # Keras builds an optimizer once, so it must see the variables of all
     # of its calls together.
     for call in calls:
-      same = [other for other in calls if other.inner is call.inner]
+      same = [other for other in calls if other.wrapped is call.wrapped]
       call.optimizer.prepare([v for other in same for v in other.variables])
 
   def apply(self) -> Any:

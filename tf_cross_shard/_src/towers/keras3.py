@@ -4,8 +4,8 @@ from typing import Any
 
 import keras
 
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.keras3 import wrapper
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.towers import tower_optimizer
 
 
@@ -36,10 +36,10 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
       The scaled loss of the wrapped optimizer, divided by the number of
       towers if `loss_reduction` is `"mean"`.
     """
-    return self._inner.optimizer.scale_loss(loss) * self._factor()
+    return self._wrapped.optimizer.scale_loss(loss) * self._factor()
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Collects gradients in a tower; applies them immediately anywhere else."""
     # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
     # override.
-    self._collect_or_apply(self._inner.apply, grads, variables)
+    self._collect_or_apply(self._wrapped.apply, grads, variables)

@@ -240,16 +240,16 @@ def _variables_of(holder: Any) -> list[Any]:
   state = list(variables() if callable(variables) else variables)
   # In tf_keras, `variables` lacks the learning rate.
   state += [v for v in vars(holder).values() if isinstance(v, tf.Variable)]
-  inner = getattr(holder, "inner_optimizer", None)
+  wrapped = getattr(holder, "inner_optimizer", None)
   state = list(map(variables_lib.native, state))
-  return state if inner is None else state + _variables_of(inner)
+  return state if wrapped is None else state + _variables_of(wrapped)
 
 
 def _classes(optimizer: Any) -> str:
   """Names the classes of an optimizer and of the optimizers inside it."""
-  inner = getattr(optimizer, "inner_optimizer", None)
+  wrapped = getattr(optimizer, "inner_optimizer", None)
   name = type(optimizer).__name__
-  return name if inner is None else f"{name}({_classes(inner)})"
+  return name if wrapped is None else f"{name}({_classes(wrapped)})"
 
 
 def _may_be_of_optimizer(kwargs: dict[str, Any]) -> bool:

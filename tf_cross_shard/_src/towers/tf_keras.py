@@ -5,8 +5,8 @@ from typing import Any
 
 import tf_keras as keras
 
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import wrapper
 from tf_cross_shard._src.towers import tower_optimizer
 
@@ -39,7 +39,7 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
     Returns:
       Pairs for `apply_gradients(..., skip_gradients_aggregation=True)`.
     """
-    reduced = self._inner.optimizer.aggregate_gradients(list(grads_and_vars))
+    reduced = self._wrapped.optimizer.aggregate_gradients(list(grads_and_vars))
     return list(reduced)
 
 

@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import validation, wrapper_state
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
   differentiate,
   row_sparse,
 )
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.towers import gradient_collector
 
 
@@ -85,7 +85,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     return TowerOptimizer._was_used
 
   def get_name(self) -> str:
-    return self._inner.name
+    return self._wrapped.name
 
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
@@ -122,7 +122,9 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     validation.check_global_step(global_step)
     # Check the arguments now: when they are used, other optimizers of the step
     # may have been applied already.
-    inspect.signature(self._inner.optimizer.apply_gradients).bind((), **kwargs)
+    inspect.signature(self._wrapped.optimizer.apply_gradients).bind(
+      (), **kwargs
+    )
     options = {"name": name, **kwargs}
     apply = functools.partial(
       self._apply, global_step=global_step, options=options
@@ -163,11 +165,11 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     Args:
       variables: The variables of one `apply_gradients`.
     """
-    optimizer = self._inner.optimizer
+    optimizer = self._wrapped.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
       wrapper_state.pipeline_of(optimizer).checks.check_place()
-    if self._inner.is_built:
-      validation.check_known(variables, self._inner.knows)
+    if self._wrapped.is_built:
+      validation.check_known(variables, self._wrapped.knows)
 
   @tf.autograph.experimental.do_not_convert
   def prepare(self, variables: Sequence[Any]) -> None:
@@ -176,7 +178,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     Args:
       variables: The variables of all calls in the step, with repetitions.
     """
-    if not self._inner.is_built:
+    if not self._wrapped.is_built:
       distinct = {id(variables_lib.native(v)): v for v in variables}
       self.build(list(distinct.values()))
 
@@ -193,7 +195,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     factor = self._factor()
     of_tower = None if collector is None else collector.tape
     tape = of_tower if tape is None and tf.is_tensor(loss) else tape
-    optimizer = self._inner.optimizer
+    optimizer = self._wrapped.optimizer
     # The tower's tape must not record the computation of gradients.
     with of_tower.stop_recording() if of_tower else contextlib.nullcontext():
       if isinstance(optimizer, CrossShardOptimizer):
@@ -202,7 +204,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
         )
       else:
         pairs = differentiate.differentiate(
-          self._inner,
+          self._wrapped,
           loss,
           var_list,
           tape,
@@ -235,10 +237,10 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
         return apply_and_record(grads, variables)
     collector.collect(
       gradient_collector.CollectedCall(
-        self, self._inner, grads, variables, apply_and_record
+        self, self._wrapped, grads, variables, apply_and_record
       )
     )
-    return tf.identity(self._inner.iterations())
+    return tf.identity(self._wrapped.iterations())
 
   def _collector(self) -> gradient_collector.GradientCollector | None:
     """Returns the collector of the current tower; checks that it trains."""
@@ -260,31 +262,33 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     options: dict[str, Any],
   ) -> Any:
     """Applies summed gradients through the wrapped optimizer."""
-    optimizer = self._inner.optimizer
+    optimizer = self._wrapped.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
       pairs = zip(grads, variables, strict=True)
       return optimizer.apply_gradients(pairs, global_step, **options)
-    self._inner.apply(grads, variables, **options)
+    self._wrapped.apply(grads, variables, **options)
     if global_step is not None:
       # A dynamic loss scale skips a step that overflows; such a step does not
       # count.
-      skips = self._inner.skips_overflows
+      skips = self._wrapped.skips_overflows
       is_step = clipping.all_finite(grads) if skips else True
       global_step.assign_add(tf.cast(is_step, global_step.dtype))
-    return tf.identity(self._inner.iterations())
+    return tf.identity(self._wrapped.iterations())
 
   def _factor(self) -> float:
     """Returns the factor of the loss in this tower; 1 outside towers."""
     collector = gradient_collector.current()
-    return 1.0 if collector is None else collector.scale(self._inner.optimizer)
+    return (
+      1.0 if collector is None else collector.scale(self._wrapped.optimizer)
+    )
 
-  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
+  def _reduce_before(self, outer_loss_scaler: Any, methods: Any) -> None:
     """Refuses a loss scaling optimizer around this TowerOptimizer.
 
     The loss scaling optimizer would look for overflows in the gradients of one
     tower instead of their sum.
     """
-    name = type(outer_scaler).__name__
+    name = type(outer_loss_scaler).__name__
     raise ValueError(
       f"{name} must not wrap a TowerOptimizer: it would look for an"
       " overflow in the gradients of one tower, not in their sum. Put it"

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.inner import kernels
+from tf_cross_shard._src.core.wrapped import kernels
 from tf_cross_shard._src.vectorized import vectorizer
 from tf_cross_shard._src.vectorized.vectorizer import Call, converts, wrap
 

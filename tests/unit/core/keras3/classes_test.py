@@ -147,7 +147,7 @@ def test_variables_are_found_in_time_that_grows_with_their_number() -> None:
     sys.setprofile(count)
     try:
       for variable in variables:
-        optimizer._inner.as_built(variable)
+        optimizer._wrapped.as_built(variable)
     finally:
       sys.setprofile(None)
     return calls

@@ -134,7 +134,7 @@ def compute(
 
 
 def differentiate(
-  inner: Any,
+  wrapped: Any,
   loss: Any,
   var_list: Any,
   tape: tf.GradientTape | None,
@@ -142,33 +142,33 @@ def differentiate(
   options: GraphOptions,
   requires_scalar: bool,
 ) -> Pairs:
-  """Computes gradients with the loss scale of `inner`, which is divided out."""
-  variables = _checked(inner, var_list)
+  """Computes gradients with the loss scale of `wrapped`, divided out."""
+  variables = _checked(wrapped, var_list)
   pairs = compute(
     loss,
     variables,
     tape,
-    scale=lambda seed: inner.scale_loss(scale(seed)),
+    scale=lambda seed: wrapped.scale_loss(scale(seed)),
     options=options,
     requires_scalar=requires_scalar,
-    custom_compute_gradients=inner.compute_gradients
-    if inner.computes_gradients
+    custom_compute_gradients=wrapped.compute_gradients
+    if wrapped.computes_gradients
     else None,
   )
   if variables is None:
     # Only the Keras 3 variable knows that its layer is frozen, but a tape
     # reports the TensorFlow variable.
-    pairs = [(grad, inner.as_built(v)) for grad, v in pairs]
+    pairs = [(grad, wrapped.as_built(v)) for grad, v in pairs]
     pairs = [(grad, v) for grad, v in pairs if v.trainable]
-  grads = inner.unscale([grad for grad, _ in pairs])
+  grads = wrapped.unscale([grad for grad, _ in pairs])
   return [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
 
 
 @tf.autograph.experimental.do_not_convert
-def _checked(inner: Any, var_list: Any) -> list[Variable] | None:
+def _checked(wrapped: Any, var_list: Any) -> list[Variable] | None:
   variables = validation.check_var_list(var_list)
-  if variables is not None and inner.is_built:
-    validation.check_known(variables, inner.knows, "var_list")
+  if variables is not None and wrapped.is_built:
+    validation.check_known(variables, wrapped.knows, "var_list")
   return variables
 
 

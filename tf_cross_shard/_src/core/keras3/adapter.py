@@ -15,13 +15,13 @@ import keras
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
-class Keras3Adapter(inner_lib.Inner):
+class Keras3Adapter(wrapped_lib.WrappedOptimizer):
   """A wrapped `keras.optimizers.Optimizer`."""
 
   sums_rows = False
@@ -33,18 +33,18 @@ class Keras3Adapter(inner_lib.Inner):
 
   def build(self, variables: Sequence[Variable]) -> None:
     super().build(variables)
-    if self.optimizer is not self.innermost:
+    if self.optimizer is not self.base_optimizer:
       keras_private.show_averages(self.optimizer, self.averages)
 
   @property
   def trainable_variables(self) -> Sequence[Variable]:
     # Do not copy: `as_built` reads this property for each variable and replica.
-    return self.innermost._trainable_variables
+    return self.base_optimizer._trainable_variables
 
   @property
   def _weight_copy_attribute(self) -> str:
     kind = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
-    return "_momentums" if isinstance(self.innermost, kind) else ""
+    return "_momentums" if isinstance(self.base_optimizer, kind) else ""
 
   def make_variable(self, value: Any, name: str) -> Variable:
     return keras.Variable(value, dtype=value.dtype.name, name=name)
@@ -83,13 +83,15 @@ class Keras3Adapter(inner_lib.Inner):
     ]
     names, slots = [], []
     # Each optimizer of a MultiOptimizer holds the slots of some variables.
-    for layer in keras_private.nested(self.innermost) or [self.innermost]:
+    for layer in keras_private.nested(self.base_optimizer) or [
+      self.base_optimizer
+    ]:
       keys = (layer._var_key(reference), path, reference.name)
       index = layer._trainable_variables_indices.get(keys[0])
       if index is None:
         continue
       count = len(layer._trainable_variables)
-      for attribute, slot in inner_lib.slots_at(layer, index, count, keys):
+      for attribute, slot in wrapped_lib.slots_at(layer, index, count, keys):
         name = slot.name
         kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
         # Adafactor names its row and column statistics after the variable only.
@@ -105,17 +107,17 @@ class Keras3Adapter(inner_lib.Inner):
   @property
   def skips_overflows(self) -> bool:
     is_inside = hasattr(self.optimizer, "dynamic_growth_steps")
-    return is_inside or self.outer_scaler is not None
+    return is_inside or self.outer_loss_scaler is not None
 
   @property
   def divides_gradients(self) -> bool:
     return self.skips_overflows
 
   def scale_loss(self, loss: Any) -> Any:
-    if self.outer_scaler is None:
+    if self.outer_loss_scaler is None:
       return self.optimizer.scale_loss(loss)
     # The method of the class: the wrapper has replaced the instance's method.
-    return type(self.outer_scaler).scale_loss(self.outer_scaler, loss)
+    return type(self.outer_loss_scaler).scale_loss(self.outer_loss_scaler, loss)
 
   def scale_limit(self, limit: float) -> Any:
     return self.scale_loss(limit)
@@ -139,8 +141,8 @@ class Keras3Adapter(inner_lib.Inner):
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     variables = [self.as_built(v) for v in variables]
-    outer_scaler = self.outer_scaler
-    type(outer_scaler).apply(outer_scaler, list(grads), variables)
+    outer_loss_scaler = self.outer_loss_scaler
+    type(outer_loss_scaler).apply(outer_loss_scaler, list(grads), variables)
 
 
 adapter = Keras3Adapter  # tf_keras has two kinds of optimizers.

@@ -20,9 +20,9 @@ import tensorflow as tf
 from tf_cross_shard._src.core import loss_factor, optimizer
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
+from tf_cross_shard._src.core.facade import compiled_losses
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.keras3 import wrapper
-from tf_cross_shard._src.core.outer import compiled_losses
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 
 @wrapper_lib.documented
@@ -63,13 +63,13 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
       RuntimeError: If you call it in the cross-replica context.
     """
     self._pipeline.check_place()
-    return self._inner.scale_loss(
+    return self._wrapped.scale_loss(
       self._pipeline.scale(loss, loss_factor.GLOBAL)
     )
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
     """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
-    if self._inner.is_called_by_loss_scaler:
+    if self._wrapped.is_called_by_loss_scaler:
       self._pipeline.apply_for_loss_scaler(grads, variables)
     else:
       self._perform(pipeline_lib.Call(grads, variables, through_apply=True))

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import keras
 
-from tf_cross_shard._src.core.inner import v1
+from tf_cross_shard._src.core.wrapped import v1
 
 _register: Final = keras.saving.register_keras_serializable("tf_cross_shard")
 _Schedule: Final[Any] = keras.optimizers.schedules.LearningRateSchedule

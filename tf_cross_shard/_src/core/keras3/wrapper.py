@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.facade import loss_scaler
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.keras3 import adapter, v1_optimizers
-from tf_cross_shard._src.core.outer import loss_scaler
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 
 # Attributes from Keras' constructor that the wrapper keeps.
 _OWN: Final = frozenset(
@@ -48,11 +48,11 @@ class Keras3Wrapper(wrapper_lib.OptimizerWrapper, keras.optimizers.Optimizer):
     """
     if name == "loss_scale_factor":
       kind = keras.optimizers.LossScaleOptimizer
-      outer_scaler = loss_scaler.find_caller(self, kind)
-      if outer_scaler is not None:
-        apply = functools.partial(_build_and_apply, outer_scaler, self)
+      outer_loss_scaler = loss_scaler.find_caller(self, kind)
+      if outer_loss_scaler is not None:
+        apply = functools.partial(_build_and_apply, outer_loss_scaler, self)
         methods = {"scale_loss": self.scale_loss, "apply": apply}
-        self._reduce_before(outer_scaler, methods)
+        self._reduce_before(outer_loss_scaler, methods)
     super().__setattr__(name, value)
 
   @tf.autograph.experimental.do_not_convert
@@ -77,7 +77,7 @@ class Keras3Wrapper(wrapper_lib.OptimizerWrapper, keras.optimizers.Optimizer):
     if not grads:
       return
     if trainable_variables is None:
-      trainable_variables = self._inner.whole.trainable_variables
+      trainable_variables = self._wrapped.whole.trainable_variables
     trainable_variables = list(trainable_variables)
     if len(grads) != len(trainable_variables):
       raise ValueError(
@@ -93,9 +93,9 @@ class Keras3Wrapper(wrapper_lib.OptimizerWrapper, keras.optimizers.Optimizer):
 
 
 def _build_and_apply(
-  outer_scaler: Any, ours: Any, grads: Any, trainable_variables: Any = None
+  outer_loss_scaler: Any, ours: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
   """Builds the LossScaleOptimizer, then calls ours, which reduces first."""
-  if not outer_scaler.built:
-    outer_scaler.build(list(trainable_variables))
+  if not outer_loss_scaler.built:
+    outer_loss_scaler.build(list(trainable_variables))
   ours.apply(grads, trainable_variables)

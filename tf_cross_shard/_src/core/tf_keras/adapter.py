@@ -17,15 +17,15 @@ from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import names as names_lib
-from tf_cross_shard._src.core.inner import overriding
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
+from tf_cross_shard._src.core.wrapped import overriding
 
 _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 
 
-class TfKerasAdapter(inner_lib.Inner):
+class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
   """A wrapped `tf_keras.optimizers.Optimizer`."""
 
   sums_rows = True
@@ -39,7 +39,7 @@ class TfKerasAdapter(inner_lib.Inner):
 
   @property
   def is_built(self) -> bool:
-    return bool(getattr(self.innermost, "_built", False))
+    return bool(getattr(self.base_optimizer, "_built", False))
 
   @property
   def trainable_variables(self) -> list[Variable]:
@@ -66,7 +66,7 @@ class TfKerasAdapter(inner_lib.Inner):
   def compute_gradients(
     self, loss: Any, variables: Sequence[Variable], tape: tf.GradientTape
   ) -> list[tuple[Gradient, Any]]:
-    compute = getattr(self.innermost, self._gradient_methods[0])
+    compute = getattr(self.base_optimizer, self._gradient_methods[0])
     return list(compute(loss, list(variables), tape=tape))
 
   def check_class(self) -> None:
@@ -76,7 +76,7 @@ class TfKerasAdapter(inner_lib.Inner):
     cannot run, because gradients must be summed between its two halves.
     """
     if self._overrides("minimize"):
-      kind = type(self.innermost).__name__
+      kind = type(self.base_optimizer).__name__
       raise ValueError(
         f"`opt` must not override minimize(), as {kind} does: gradients are"
         " summed over the replicas between its halves. Override"
@@ -86,10 +86,10 @@ class TfKerasAdapter(inner_lib.Inner):
   def slots(self, variable: Variable) -> dict[str, Variable]:
     if not self.is_built or self.index(variable) is None:
       return {}
-    return self._slots_of(self.innermost._var_key(variable), variable.name)
+    return self._slots_of(self.base_optimizer._var_key(variable), variable.name)
 
   def slot_names(self) -> list[str]:
-    keys = self.innermost._index_dict if self.is_built else ()
+    keys = self.base_optimizer._index_dict if self.is_built else ()
     slots = map(self._slots_of, keys)
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
@@ -98,9 +98,9 @@ class TfKerasAdapter(inner_lib.Inner):
 
     The first key is Keras' own. The variable may lack the other keys.
     """
-    places = self.innermost._index_dict
+    places = self.base_optimizer._index_dict
     index, count = places[keys[0]], len(places)
-    found = inner_lib.slots_at(self.innermost, index, count, keys)
+    found = wrapped_lib.slots_at(self.base_optimizer, index, count, keys)
     slots = [slot for _, slot in found]
     # "m/dense/kernel:0" is the slot "m" of "dense/kernel" in Adam.
     names = names_lib.unique([slot.name.split("/")[0] for slot in slots])
@@ -117,7 +117,7 @@ class TfKerasAdapter(inner_lib.Inner):
   def _scaler(self) -> Any:
     """The LossScaleOptimizer, outside or inside, dynamic or not; or None."""
     is_inside = hasattr(self.optimizer, "get_scaled_loss")
-    return self.outer_scaler or (self.optimizer if is_inside else None)
+    return self.outer_loss_scaler or (self.optimizer if is_inside else None)
 
   def scale_loss(self, loss: Any) -> Any:
     scaler = self._scaler
@@ -155,7 +155,7 @@ class TfKerasAdapter(inner_lib.Inner):
       (row_sparse.cast(grad, variable), variable)
       for grad, variable in zip(grads, variables, strict=True)
     ]
-    opt, counter = self.innermost, {}
+    opt, counter = self.base_optimizer, {}
     # Without isolation, replicas are threads that share one update of all
     # copies, so only the first thread replaces Nadam's counter.
     if isinstance(opt, tf_keras.optimizers.Nadam) and not isinstance(
@@ -169,9 +169,9 @@ class TfKerasAdapter(inner_lib.Inner):
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     pairs = zip(grads, variables, strict=True)
-    outer_scaler = self.outer_scaler
-    type(outer_scaler).apply_gradients(
-      outer_scaler, pairs, skip_gradients_aggregation=True
+    outer_loss_scaler = self.outer_loss_scaler
+    type(outer_loss_scaler).apply_gradients(
+      outer_loss_scaler, pairs, skip_gradients_aggregation=True
     )
 
 
@@ -200,10 +200,10 @@ class LegacyOptimizer(TfKerasAdapter):
 
   def slots(self, variable: Variable) -> dict[str, Variable]:
     slots = {}
-    for name in self.innermost.get_slot_names():
+    for name in self.base_optimizer.get_slot_names():
       # The object is not a variable, or it has no slots.
       with contextlib.suppress(AttributeError, KeyError):
-        slots[name] = self.innermost.get_slot(variable, name)
+        slots[name] = self.base_optimizer.get_slot(variable, name)
     return slots
 
   def slot_names(self) -> list[str]:
@@ -224,7 +224,7 @@ class LegacyOptimizer(TfKerasAdapter):
     new = [v for v in variables if id(v) not in known]
     if new:
       with tf.init_scope():
-        self.innermost._create_all_weights(list(variables))
+        self.base_optimizer._create_all_weights(list(variables))
       self._trainable += new
 
 
@@ -259,5 +259,5 @@ class _OncePerStep:
 
 
 def adapter(opt: Any) -> TfKerasAdapter:
-  legacy = isinstance(inner_lib.innermost(opt), _LEGACY)
+  legacy = isinstance(wrapped_lib.base_optimizer(opt), _LEGACY)
   return LegacyOptimizer(opt) if legacy else TfKerasAdapter(opt)

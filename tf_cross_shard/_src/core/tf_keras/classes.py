@@ -22,9 +22,9 @@ import tf_keras as keras
 from tf_cross_shard._src.core import loss_factor, optimizer, validation
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
+from tf_cross_shard._src.core.facade import compiled_losses
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.outer import compiled_losses
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import wrapper
 
 
@@ -135,7 +135,7 @@ class CrossShardOptimizer(
     if experimental_aggregate_gradients and not skip_gradients_aggregation:
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)
-    if self._inner.is_called_by_loss_scaler:
+    if self._wrapped.is_called_by_loss_scaler:
       return self._pipeline.apply_for_loss_scaler(grads, variables)
     validation.check_global_step(global_step)
     call = pipeline_lib.Call(

@@ -6,7 +6,7 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.inner import v1
+from tf_cross_shard._src.core.wrapped import v1
 
 _register: Final = tf_keras.saving.register_keras_serializable("tf_cross_shard")
 _Schedule: Final[Any] = tf_keras.optimizers.schedules.LearningRateSchedule

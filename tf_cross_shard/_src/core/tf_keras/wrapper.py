@@ -9,8 +9,8 @@ import tensorflow as tf
 import tf_keras
 
 from tf_cross_shard._src.core import wrapper_state
-from tf_cross_shard._src.core.outer import loss_scaler
-from tf_cross_shard._src.core.outer import wrapper as wrapper_lib
+from tf_cross_shard._src.core.facade import loss_scaler
+from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.tf_keras import adapter, v1_optimizers
 
 
@@ -37,9 +37,9 @@ class TfKerasWrapper(
       )
     for argument, limit in clipping.items():
       setattr(self, argument, limit)
-    inner = adapter.adapter(opt)
-    inner.check_class()
-    self._wrap(inner)
+    wrapped = adapter.adapter(opt)
+    wrapped.check_class()
+    self._wrap(wrapped)
 
   def get_slot(self, var: Any, name: str) -> Any:
     """Returns the wrapped optimizer's slot for `var`, or None.
@@ -47,7 +47,7 @@ class TfKerasWrapper(
     It accepts any object, because a checkpoint asks for the slots of everything
     that it saves.
     """
-    return self._inner.whole.view(var, name)
+    return self._wrapped.whole.view(var, name)
 
   def __dir__(self) -> list[str]:
     names = super().__dir__()
@@ -64,14 +64,14 @@ class TfKerasWrapper(
     super().__setattr__(name, value)
     if name == "_is_wrapped_by_loss_scale_optimizer":
       kind = tf_keras.mixed_precision.LossScaleOptimizer
-      outer_scaler = loss_scaler.find_caller(self, kind)
-      if outer_scaler is not None:
-        self._reduce_before(outer_scaler, self._methods_of_outer_scaler())
+      outer_loss_scaler = loss_scaler.find_caller(self, kind)
+      if outer_loss_scaler is not None:
+        self._reduce_before(outer_loss_scaler, self._methods_of_outer_scaler())
 
-  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
-    super()._reduce_before(outer_scaler, methods)
+  def _reduce_before(self, outer_loss_scaler: Any, methods: Any) -> None:
+    super()._reduce_before(outer_loss_scaler, methods)
     if self._is_legacy:
-      vars(outer_scaler).update(
+      vars(outer_loss_scaler).update(
         get_slot=self.get_slot,
         # As in CrossShardOptimizer, a SavedModel must find no slots.
         get_slot_names=lambda: (
@@ -90,11 +90,11 @@ class TfKerasWrapper(
   @classmethod
   def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
     own = config["config"]
-    inner = own.get("inner_optimizer")
-    if inner and inner["config"].get("is_legacy_optimizer") is False:
+    wrapped = own.get("inner_optimizer")
+    if wrapped and wrapped["config"].get("is_legacy_optimizer") is False:
       # A LossScaleOptimizer would make Keras 3's Lion and Adafactor.
-      inner = cls._deserialize(inner, custom_objects)
-      config = {**config, "config": {**own, "inner_optimizer": inner}}
+      wrapped = cls._deserialize(wrapped, custom_objects)
+      config = {**config, "config": {**own, "inner_optimizer": wrapped}}
     try:
       return super()._deserialize(config, custom_objects)
     except ValueError:
@@ -112,7 +112,7 @@ class TfKerasWrapper(
 
   @property
   def _is_legacy(self) -> bool:
-    return isinstance(self._inner, adapter.LegacyOptimizer)
+    return isinstance(self._wrapped, adapter.LegacyOptimizer)
 
   def _trackable_children(self, save_type: str = "checkpoint", **k: Any) -> Any:
     self.__dict__["_is_exported"] = save_type == "savedmodel"
@@ -120,7 +120,7 @@ class TfKerasWrapper(
       # The loader assumes that the wrapper is a new optimizer, and looks for
       # these two names. No state is lost: Keras restores no optimizer from a
       # SavedModel.
-      count = self._inner.optimizer.iterations
+      count = self._wrapped.optimizer.iterations
       every = tf.__internal__.tracking.wrap([count])
       return {"_iterations": count, "_variables": every}
     return super()._trackable_children(save_type, **k)
@@ -132,7 +132,7 @@ class TfKerasWrapper(
     own = wrapper_state.find(self)
     if own is None:
       return super()._track_trackable(trackable, name, *args, **k)
-    optimizer = own.inner.optimizer
+    optimizer = own.wrapped.optimizer
     optimizer._maybe_initialize_trackable()
     if name == "loss_scale" and optimizer._lookup_dependency(name) is not None:
       return trackable  # Of two loss scales, the wrapped one is used.
@@ -144,7 +144,7 @@ class TfKerasWrapper(
     return checkpointed._handle_deferred_dependencies(name, trackable)
 
   def _create_or_restore_slot_variable(self, *args: Any, **kwargs: Any) -> Any:
-    optimizer = self._inner.optimizer
+    optimizer = self._wrapped.optimizer
     return optimizer._create_or_restore_slot_variable(*args, **kwargs)
 
   def _methods_of_outer_scaler(self) -> dict[str, Callable[..., Any]]:
@@ -154,7 +154,7 @@ class TfKerasWrapper(
     """
     return {
       "get_scaled_loss": self._scaled_loss,
-      "get_unscaled_gradients": self._inner.unscale,
+      "get_unscaled_gradients": self._wrapped.unscale,
       "compute_gradients": lambda loss, var_list, tape=None: (
         self.compute_gradients(loss, var_list, tape=tape)
       ),
@@ -170,7 +170,7 @@ class TfKerasWrapper(
     """Scales a loss by the loss scale and by the factor of the mean."""
     if callable(loss):
       return lambda: self._scaled_loss(loss())
-    return self._inner.scale_loss(self.scale_loss(loss))
+    return self._wrapped.scale_loss(self.scale_loss(loss))
 
   def _apply_around(
     self,

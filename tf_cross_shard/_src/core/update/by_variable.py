@@ -30,13 +30,13 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import fused
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.update import saved_state, sharded
+from tf_cross_shard._src.core.wrapped import fused
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
 # matrices, so a wide matrix costs more for each element.
@@ -50,7 +50,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
 
   def __init__(
     self,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
@@ -62,7 +62,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
         " Remove `shard_update`, or use an optimizer whose update of each"
         " element depends only on that element."
       )
-    super().__init__(inner, reducer, tables, skips_nonfinite)
+    super().__init__(wrapped, reducer, tables, skips_nonfinite)
 
   def _bucket_key(self, variable: Variable) -> Hashable:
     return variables_lib.native(variable).dtype
@@ -73,7 +73,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     del number
     natives = list(map(variables_lib.native, variables))
     shapes = [list(map(int, native.shape)) for native in natives]
-    opt_class = fused.keras_class(self.inner.innermost)
+    opt_class = fused.keras_class(self.wrapped.base_optimizer)
     is_linear = opt_class in _LINEAR_COST
     # The cost of an update: the number of elements or, where the optimizer
     # multiplies [m, n] matrices, the elements times min(m, n).
@@ -88,15 +88,15 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     )
     return sharded.WeightBucket(variables, natives, layout)
 
-  def _build_inner(self) -> saved_state.PlainState:
-    self.inner.build(self._all_variables)
+  def _build_wrapped(self) -> saved_state.PlainState:
+    self.wrapped.build(self._all_variables)
     owners = {
       id(variable): bucket.layout.owners[index]
       for bucket in self.buckets
       for index, variable in enumerate(bucket.variables)
     }
     return saved_state.of_owners(
-      self.inner,
+      self.wrapped,
       self._all_variables,
       [owners.get(id(variable)) for variable in self._all_variables],
       self.engine,

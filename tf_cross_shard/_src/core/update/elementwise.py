@@ -52,7 +52,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     The optimizer decides about weight decay once for a whole shard.
     """
     native = variables_lib.native(variable)
-    return native.dtype, self.inner.decays(variable)
+    return native.dtype, self.wrapped.decays(variable)
 
   def _split_by_size(self, variables: list[Variable]) -> list[list[Variable]]:
     limit = self.engine.scatter_bytes
@@ -72,7 +72,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     self, variables: list[Variable], number: int
   ) -> sharded.WeightBucket:
     natives = list(map(variables_lib.native, variables))
-    dtype, decays = natives[0].dtype, self.inner.decays(variables[0])
+    dtype, decays = natives[0].dtype, self.wrapped.decays(variables[0])
     layout = layouts.Layout.even(
       [int(np.prod(native.shape)) for native in natives],
       self.engine.groups.group_size,
@@ -83,10 +83,10 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     # One variable W[i], [layout.part_size], with a copy for each member i.
     with self.engine.making_variables():
       zeros = tf.zeros([layout.part_size], dtype)
-      shard = self.inner.make_variable(zeros, name)
+      shard = self.wrapped.make_variable(zeros, name)
     return sharded.WeightBucket(variables, natives, layout, shard)
 
-  def _build_inner(self) -> saved_state.PlainState:
+  def _build_wrapped(self) -> saved_state.PlainState:
     shards = [bucket.shard for bucket in self.buckets]
     built_on = [*shards, *self.unsharded_tables]
     # One of the user's weights for each variable of `built_on`. One weight is
@@ -96,21 +96,21 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
       *self.unsharded_tables,
     ]
     # Make one call: a second call would replace the exclusions of the first.
-    self.inner.innermost.exclude_from_weight_decay(
+    self.wrapped.base_optimizer.exclude_from_weight_decay(
       var_list=[
         variable
         for variable, weight in zip(built_on, example_weights, strict=True)
-        if not self.inner.decays(weight)
+        if not self.wrapped.decays(weight)
       ]
     )
-    self.inner.build(built_on)
+    self.wrapped.build(built_on)
     state = saved_state.of_shards(
-      self.inner,
+      self.wrapped,
       self._all_variables,
       self._locations_in_shards(),
       self.engine,
     )
-    if self.inner.innermost.use_ema:
+    if self.wrapped.base_optimizer.use_ema:
       self._start_averages()
     return state
 
@@ -168,7 +168,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
         # After the averages of the shards, the list contains the averages of
         # tables.
         for average, shard in zip(
-          self.inner.averages, self._own_variables(), strict=False
+          self.wrapped.averages, self._own_variables(), strict=False
         ):
           native = variables_lib.native(shard)
           variables_lib.native(average).assign(tf.convert_to_tensor(native))

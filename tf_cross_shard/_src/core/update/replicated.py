@@ -19,10 +19,10 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 class Update:
@@ -31,7 +31,7 @@ class Update:
   This class is the replicated update, and the base of the sharded ones.
 
   Attributes:
-    inner: The user's optimizer.
+    wrapped: The user's optimizer.
     reducer: Sums gradients over the group.
     engine: The engine of `reducer`.
     tables: The embedding tables that are updated by rows.
@@ -45,18 +45,18 @@ class Update:
 
   def __init__(
     self,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
   ) -> None:
-    self.inner = inner
+    self.wrapped = wrapped
     self.reducer = reducer
     self.engine = reducer.engine
     self.tables = tables
-    self.checkpointed: Any = inner.optimizer
+    self.checkpointed: Any = wrapped.optimizer
 
   def build(self, variables: Sequence[Variable]) -> None:
-    self.inner.build(variables)
+    self.wrapped.build(variables)
 
   def reduce(
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
@@ -91,12 +91,12 @@ class Update:
     overrides in `apply_gradients`.
     """
     with contextlib.ExitStack() as rare:
-      limits = clipping.limits_of(self.inner.innermost)
-      if limits["global_clipnorm"] and inner_lib.has_several_dtypes(sums):
-        rare.enter_context(self.inner.clipping_rows(sums_rows=False))
+      limits = clipping.limits_of(self.wrapped.base_optimizer)
+      if limits["global_clipnorm"] and wrapped_lib.has_several_dtypes(sums):
+        rare.enter_context(self.wrapped.clipping_rows(sums_rows=False))
       if any(isinstance(total, tf.IndexedSlices) for total in sums):
         sums = rare.enter_context(self.tables.in_force(sums, variables))
-      self.inner.apply(sums, variables, through_apply, self.tables.row_step)
+      self.wrapped.apply(sums, variables, through_apply, self.tables.row_step)
 
   def gather_weights(self, sums: Sequence[Gradient]) -> None:
     """Ends a step: gives all members of the group the same weights.
@@ -104,9 +104,9 @@ class Update:
     The members of this update have computed the same numbers.
     """
     del sums
-    inner = self.inner
-    self.engine.equalize([*inner.trainable_variables, *inner.variables])
+    wrapped = self.wrapped
+    self.engine.equalize([*wrapped.trainable_variables, *wrapped.variables])
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     """Ends `fit`: writes moving averages into the variables."""
-    self.inner.write_averages(variables)
+    self.wrapped.write_averages(variables)

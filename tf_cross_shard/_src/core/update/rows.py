@@ -33,10 +33,10 @@ import tensorflow as tf
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import fused, row_variables
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.wrapped import fused, row_variables
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
 _EMBEDDINGS: Final = "embeddings"
@@ -46,13 +46,16 @@ _EMBEDDINGS: Final = "embeddings"
 _EXACT: Final = ("Adagrad", "SGD")
 
 
-def check(inner: inner_lib.Inner, lazy_rows: bool | str) -> None:
+def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
   """Raises `ValueError` if the optimizer cannot update by rows."""
-  optimizer, kind = inner.innermost, type(inner.innermost).__name__
-  if inner.accumulates:
+  optimizer, kind = (
+    wrapped.base_optimizer,
+    type(wrapped.base_optimizer).__name__,
+  )
+  if wrapped.accumulates:
     raise ValueError(
       f"`lazy_rows` is {lazy_rows!r}, but `opt` accumulates gradients"
-      f" (gradient_accumulation_steps={inner.accumulates}), and accumulated"
+      f" (gradient_accumulation_steps={wrapped.accumulates}), and accumulated"
       " gradients are dense. Set only one of these arguments."
     )
   fused.check_is_one(optimizer, "lazy_rows", lazy_rows)
@@ -95,22 +98,22 @@ class Tables:
 
   def __init__(
     self,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     engine: engine_lib.Engine,
     lazy_rows: bool | str,
   ) -> None:
     """Raises `ValueError` if `lazy_rows` does not work with the optimizer."""
     if lazy_rows:
-      check(inner, lazy_rows)
-    self._inner = inner
+      check(wrapped, lazy_rows)
+    self._wrapped = wrapped
     self._engine = engine
     self.is_lazy = bool(lazy_rows)
-    self._has_rows = self.is_lazy or is_exact(inner.innermost)
+    self._has_rows = self.is_lazy or is_exact(wrapped.base_optimizer)
     self._names: list[str] = []
     self._tables: list[Variable] = []
 
   @property
-  def row_step(self) -> inner_lib.RowStep | None:
+  def row_step(self) -> wrapped_lib.RowStep | None:
     """The update for row-sparse gradients; None for Keras' own."""
     return self._update_rows if self._has_rows else None
 
@@ -143,7 +146,7 @@ class Tables:
     all rows. Momentum and weight decay are read in each call, because the user
     may assign them.
     """
-    optimizer = self._inner.innermost
+    optimizer = self._wrapped.base_optimizer
     has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
     is_static = self._engine.is_single_program or fused.is_compiled(optimizer)
     return has_rows and not is_static
@@ -155,7 +158,7 @@ class Tables:
     Replicas of one program have no shapes that depend on data, and a class of
     your own may have.
     """
-    optimizer_class = fused.keras_class(self._inner.innermost)
+    optimizer_class = fused.keras_class(self._wrapped.base_optimizer)
     is_static = optimizer_class in (*fused.ELEMENTWISE, *fused.BY_VARIABLE)
     return self._engine.supports_sparse and (
       is_static or not self._engine.is_single_program
@@ -167,8 +170,10 @@ class Tables:
     `variables` are those of a step. In some steps, this package clips instead
     of Keras, and keeps the sums row-sparse.
     """
-    is_clipped_here = self.is_by_rows or inner_lib.has_several_dtypes(variables)
-    return self._inner.clips_to_dense and not is_clipped_here
+    is_clipped_here = self.is_by_rows or wrapped_lib.has_several_dtypes(
+      variables
+    )
+    return self._wrapped.clips_to_dense and not is_clipped_here
 
   def add(self, var_list: Sequence[Variable], var_names: Sequence[str]) -> None:
     """Declares variables as tables, and those whose path contains a name."""
@@ -220,8 +225,8 @@ class Tables:
     ]
     # Keras would clip, and decay, whole tables. `_update_rows` decays the rows
     # in the batch alone.
-    clipping_rows = self._inner.clipping_rows(self.is_lazy)
-    with clipping_rows, self._inner.without_decay(tables):
+    clipping_rows = self._wrapped.clipping_rows(self.is_lazy)
+    with clipping_rows, self._wrapped.without_decay(tables):
       yield sums
 
   def _update_rows(
@@ -236,7 +241,7 @@ class Tables:
     `variable` is the table W, `grad` has the rows g, and `rate` is the learning
     rate, if Keras passes it to `update_step`.
     """
-    optimizer = self._inner.innermost
+    optimizer = self._wrapped.base_optimizer
     if not self.is_by_rows:
       update_step(grad, variable, *rate)
       return
@@ -250,9 +255,9 @@ class Tables:
       i, position = tf.unique(grad.indices)
       shape = tf.concat([tf.shape(i), tf.shape(grad.values)[1:]], axis=0)
       g = tf.IndexedSlices(grad.values, position, shape)
-    decays = optimizer.weight_decay and self._inner.decays(variable)
+    decays = optimizer.weight_decay and self._wrapped.decays(variable)
     # Gather W[i] and S[i], and scatter them back at the end.
-    with row_variables.gathered(self._inner, variable, i) as rows:
+    with row_variables.gathered(self._wrapped, variable, i) as rows:
       if decays:
         # W[i] <- W[i] - weight_decay * learning_rate * W[i], before the update
         # as in Keras.

@@ -24,11 +24,11 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.update import whole_slots
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 
@@ -139,13 +139,13 @@ class PlainState:
 
   def __init__(
     self,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     weights: Sequence[Variable],
     template: Optimizer,
     tiny: Sequence[Variable],
     slots: Sequence[Sequence[Slot]],
   ) -> None:
-    """Finds where `inner`, which is built, keeps the state of each weight.
+    """Finds where `wrapped`, which is built, keeps the state of each weight.
 
     The template is built on `tiny`. For each weight, `slots` has its slots.
     """
@@ -158,11 +158,11 @@ class PlainState:
     self._replacements: dict[int, Any] = {
       id(small): weight for small, weight in zip(tiny, weights, strict=True)
     }
-    # Maps the id of a slot of `inner` to the slot's name.
+    # Maps the id of a slot of `wrapped` to the slot's name.
     names = {
       id(slot): name
-      for variable in inner.trainable_variables
-      for name, slot in inner.slots(variable).items()
+      for variable in wrapped.trainable_variables
+      for name, slot in wrapped.slots(variable).items()
     }
     # Replace the template's slots by whole slots.
     self._slots: list[dict[str, Any]] = [{} for _ in weights]
@@ -173,11 +173,11 @@ class PlainState:
         self._replacements[id(slot.named)] = slot.whole
         by_name[names[id(slot.source)]] = slot.whole
     # Both optimizers have the same remaining variables (counts, learning rates)
-    # in the same order. Replace those of the template with those of `inner`.
+    # in the same order. Replace those of the template with those of `wrapped`.
     listed = keras_private.listed(template)
     remaining = [v for v in listed if id(v) not in self._replacements]
-    of_inner = keras_private.listed(inner.optimizer)
-    others = [v for v in of_inner if id(v) not in sharded]
+    of_wrapped = keras_private.listed(wrapped.optimizer)
+    others = [v for v in of_wrapped if id(v) not in sharded]
     for variable, other in zip(remaining, others, strict=True):
       self._replacements[id(variable)] = other
     self.variables = [self._replacements[id(v)] for v in listed]
@@ -233,7 +233,7 @@ class PlainState:
 
 
 def of_shards(
-  inner: inner_lib.Inner,
+  wrapped: wrapped_lib.WrappedOptimizer,
   weights: Sequence[Variable],
   places: Sequence[tuple[int, int | None]],
   engine: engines.Engine,
@@ -241,19 +241,19 @@ def of_shards(
   """Returns the state of an optimizer that is built on shards and on tables.
 
   For each weight, `places` has two numbers: the index of the variable of
-  `inner` that holds the weight, and the position of the weight's first element
-  within the joined shards. The position is None for a table, which is not
-  sharded.
+  `wrapped` that holds the weight, and the position of the weight's first
+  element within the joined shards. The position is None for a table, which is
+  not sharded.
   """
   # One copy of the template is enough: creating a copy for each replica takes
   # four times as long.
   with variables_lib.outside_of_strategies():
-    plain = _new(inner.optimizer)
-    tiny = [inner.make_tiny(weight) for weight in weights]
+    plain = _new(wrapped.optimizer)
+    tiny = [wrapped.make_tiny(weight) for weight in weights]
     plain.build(tiny)
-  named_slots = _slots_of_all(inner_lib.innermost(plain), len(weights))
-  count = len(inner.trainable_variables)
-  flat_slots = list(map(dict, _slots_of_all(inner.innermost, count)))
+  named_slots = _slots_of_all(wrapped_lib.base_optimizer(plain), len(weights))
+  count = len(wrapped.trainable_variables)
+  flat_slots = list(map(dict, _slots_of_all(wrapped.base_optimizer, count)))
   slots: list[list[Slot]] = [[] for _ in weights]
   for i, (index, start) in enumerate(places):
     shape = tf.TensorShape(weights[i].shape)
@@ -262,11 +262,11 @@ def of_shards(
       if start is not None:
         whole = whole_slots.WholeSlot(named, source, start, shape, engine)
       slots[i].append(Slot(named, source, whole))
-  return PlainState(inner, weights, plain, tiny, slots)
+  return PlainState(wrapped, weights, plain, tiny, slots)
 
 
 def of_owners(
-  inner: inner_lib.Inner,
+  wrapped: wrapped_lib.WrappedOptimizer,
   weights: Sequence[Variable],
   owners: Sequence[int | None],
   engine: engines.Engine,
@@ -280,23 +280,23 @@ def of_owners(
   slots: list[list[Slot]] = []
   for weight, owner in zip(weights, owners, strict=True):
     slots.append([])
-    for slot in inner.slots(weight).values():
+    for slot in wrapped.slots(weight).values():
       whole = slot
       if owner is not None:
         whole = whole_slots.ByVariableSlot(slot, owner, engine)
       slots[-1].append(Slot(slot, slot, whole))
   known = {id(slot.source) for of_weight in slots for slot in of_weight}
-  for variable in keras_private.listed(inner.optimizer):
+  for variable in keras_private.listed(wrapped.optimizer):
     # Scalars, such as counts, are equal on all members.
     if id(variable) not in known and len(variable.shape):
-      kind = type(inner.innermost).__name__
+      kind = type(wrapped.base_optimizer).__name__
       raise ValueError(
         f"{variable.name} of {kind} cannot be matched to exactly one weight."
         " Store slots in a list parallel to the variables or in a dict keyed by"
         " variable path, or remove `shard_update`."
       )
   # The optimizer already has whole slots under the plain optimizer's names.
-  return PlainState(inner, weights, inner.optimizer, weights, slots)
+  return PlainState(wrapped, weights, wrapped.optimizer, weights, slots)
 
 
 def _new(optimizer: Optimizer) -> Optimizer:
@@ -313,6 +313,6 @@ def _slots_of_all(
   optimizer: Optimizer, count: int
 ) -> list[list[tuple[str, Any]]]:
   return [
-    list(inner_lib.slots_at(optimizer, index, count, ()))
+    list(wrapped_lib.slots_at(optimizer, index, count, ()))
     for index in range(count)
   ]

@@ -30,13 +30,13 @@ from tf_cross_shard._src.core.gradients import (
   row_sparse,
 )
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import fused, overriding
-from tf_cross_shard._src.core.inner import inner as inner_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.update import replicated, saved_state
 from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.wrapped import fused, overriding
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +74,18 @@ class ShardedUpdate(replicated.Update):
 
   def __init__(
     self,
-    inner: inner_lib.Inner,
+    wrapped: wrapped_lib.WrappedOptimizer,
     reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
     skips_nonfinite: bool,
   ) -> None:
-    super().__init__(inner, reducer, tables)
+    super().__init__(wrapped, reducer, tables)
     self._skips_nonfinite = skips_nonfinite
     self._all_variables: list[Variable] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
     self.unsharded_tables: list[Variable] = []
     # The plain optimizer's children, with whole slots.
-    self._view = saved_state.CheckpointView({}, inner.optimizer)
+    self._view = saved_state.CheckpointView({}, wrapped.optimizer)
     self.checkpointed = self._view
 
   def build(self, variables: Sequence[Variable]) -> None:
@@ -106,8 +106,8 @@ class ShardedUpdate(replicated.Update):
       for number, of_bucket in enumerate(self._split_by_size(of_key))
     ]
     with self.engine.making_variables():
-      self.inner.sharded_state = self._build_inner()
-    self._view.add(self.inner.sharded_state.checkpoint_view)
+      self.wrapped.sharded_state = self._build_wrapped()
+    self._view.add(self.wrapped.sharded_state.checkpoint_view)
 
   @abc.abstractmethod
   def _bucket_key(self, variable: Variable) -> Hashable:
@@ -127,7 +127,7 @@ class ShardedUpdate(replicated.Update):
     """
 
   @abc.abstractmethod
-  def _build_inner(self) -> saved_state.PlainState:
+  def _build_wrapped(self) -> saved_state.PlainState:
     """Builds the wrapped optimizer; returns its state for savers."""
 
   @abc.abstractmethod
@@ -174,9 +174,9 @@ class ShardedUpdate(replicated.Update):
 
   def _norm_limits(self) -> dict[str, Any]:
     """Returns the user's limits that `cut` applies, in the gradients' scale."""
-    limits = clipping.limits_of(self.inner.innermost)
+    limits = clipping.limits_of(self.wrapped.base_optimizer)
     return {
-      name: self.inner.scale_limit(limits[name])
+      name: self.wrapped.scale_limit(limits[name])
       for name in self._limits_applied_here
       if limits[name] is not None
     }
@@ -197,7 +197,7 @@ class ShardedUpdate(replicated.Update):
 
   @property
   def _may_skip(self) -> bool:
-    return self._skips_nonfinite or self.inner.skips_overflows
+    return self._skips_nonfinite or self.wrapped.skips_overflows
 
   def apply(
     self,
@@ -208,19 +208,19 @@ class ShardedUpdate(replicated.Update):
     updated = [*self._own_variables(), *self.unsharded_tables]
     # `cut` has applied these limits. Switch them off.
     with overriding.overriding(
-      self.inner.innermost, **dict.fromkeys(self._limits_applied_here)
+      self.wrapped.base_optimizer, **dict.fromkeys(self._limits_applied_here)
     ):
       super().apply(sums, updated, through_apply)
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     del variables
-    if not (self._all_variables and self.inner.finalizes):
+    if not (self._all_variables and self.wrapped.finalizes):
       return
 
     def finalize() -> None:
       with self.engine.isolate():
         self.read_weights()
-        self.inner.write_averages(self.inner.trainable_variables)
+        self.wrapped.write_averages(self.wrapped.trainable_variables)
       self._gather()
 
     self._run_on_all_replicas(finalize)

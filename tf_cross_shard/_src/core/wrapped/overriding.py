@@ -32,7 +32,7 @@ def overriding(target: Any, **attributes: Any) -> Iterator[None]:
     yield
   finally:
     # Do not remove attributes that the object had, because that would change
-    # the order in which `inner.slots_at` searches for slots.
+    # the order in which `optimizer.slots_at` searches for slots.
     for name in attributes:
       if name in before:
         own[name] = before[name]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tf_cross_shard._src.core import wrapper_state
-from tf_cross_shard._src.core.inner import inner as inner_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 class Wrapping:
@@ -26,8 +26,8 @@ class Wrapping:
     return found
 
   @property
-  def _inner(self) -> inner_lib.Inner:
-    return self._wrapper_state.inner
+  def _wrapped(self) -> wrapped_lib.WrappedOptimizer:
+    return self._wrapper_state.wrapped
 
 
 class SavedState(Wrapping):
@@ -40,7 +40,7 @@ class SavedState(Wrapping):
 
   def get_config(self) -> dict[str, Any]:
     """Returns the constructor's arguments in serializable form."""
-    opt = self._serialize(self._inner.optimizer)
+    opt = self._serialize(self._wrapped.optimizer)
     return {self._argument: opt, **self._config()}
 
   def _config(self) -> dict[str, Any]:
@@ -69,23 +69,23 @@ class SavedState(Wrapping):
 
   def set_weights(self, weights: Any) -> None:
     """Assigns values to the wrapped optimizer's variables, in order."""
-    self._inner.whole.set_weights(weights)
+    self._wrapped.whole.set_weights(weights)
 
   def save_own_variables(self, store: Any) -> None:
     """Saves what the wrapped optimizer would save."""
     self._before_saving()
-    self._inner.whole.save_own_variables(store)
+    self._wrapped.whole.save_own_variables(store)
 
   def load_own_variables(self, store: Any) -> None:
     """Loads what the wrapped optimizer saved, wrapped or not."""
-    self._inner.whole.load_own_variables(store)
+    self._wrapped.whole.load_own_variables(store)
 
   # tf.train.Checkpoint sees the wrapped optimizer instead of the wrapper.
 
   def _checkpointed(self) -> Any:
     own = wrapper_state.find(self)
     # While Keras' constructor runs, checkpoints see the wrapper itself.
-    return super() if own is None else own.inner.checkpointed
+    return super() if own is None else own.wrapped.checkpointed
 
   def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
     self._before_saving()

@@ -18,8 +18,8 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import single_program, wrapper_state
-from tf_cross_shard._src.core.inner import keras_private
-from tf_cross_shard._src.core.inner import names as names_lib
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 # Marks the extended method.
 _MARK: Final = "_is_of_tf_cross_shard"

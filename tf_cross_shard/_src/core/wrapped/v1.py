@@ -28,7 +28,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import keras_private, kernels
+from tf_cross_shard._src.core.wrapped import keras_private, kernels
 
 _v1: Final = tf.compat.v1.train
 V1Optimizer: Final = tf.compat.v1.train.Optimizer

@@ -37,7 +37,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.inner import keras_private, kernels, overriding
+from tf_cross_shard._src.core.wrapped import keras_private, kernels, overriding
 
 # Maps the name of a Keras class to a function that returns the name of the
 # kernel for an optimizer's settings, or None.

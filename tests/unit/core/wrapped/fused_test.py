@@ -13,7 +13,7 @@ import tf_keras
 from tests.support import oracle, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
-from tf_cross_shard._src.core.inner import fused
+from tf_cross_shard._src.core.wrapped import fused
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 STEPS = 200
@@ -334,7 +334,7 @@ def test_the_encapsulated_optimizer_stays_as_it_was(which: str) -> None:
   names, config = set(vars(optimizer)), copy.deepcopy(optimizer.get_config())
   ours.apply_gradients([(tf.ones(24), weight)])
   with pytest.raises(tf.errors.InvalidArgumentError):
-    ours._inner.apply([tf.ones(23)], [weight])
+    ours._wrapped.apply([tf.ones(23)], [weight])
   assert set(vars(optimizer)) - {"_current_learning_rate"} == names - {
     "_current_learning_rate"
   }

@@ -14,8 +14,8 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import reduce, single_program, wrapper_state
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import keras_private
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.wrapped import keras_private
 
 if TYPE_CHECKING:
   from tf_cross_shard._src.core import pipeline as pipeline_lib
@@ -34,8 +34,10 @@ def nested_optimizers(optimizer: Optimizer) -> Iterator[Any]:
       yield from nested_optimizers(each)
     return
   wrapper = wrapper_state.find(optimizer)
-  outer_scaler = None if wrapper is None else wrapper.inner.outer_scaler
-  optimizer = optimizer if outer_scaler is None else outer_scaler
+  outer_loss_scaler = (
+    None if wrapper is None else wrapper.wrapped.outer_loss_scaler
+  )
+  optimizer = optimizer if outer_loss_scaler is None else outer_loss_scaler
   while optimizer is not None:
     yield optimizer
     for nested in keras_private.nested(optimizer):
@@ -156,7 +158,7 @@ def sharded_state(optimizer: Optimizer) -> Any:
 def _sharded_state_of(optimizer: Optimizer) -> Any:
   """Returns the `PlainState` of this optimizer, not of one inside it."""
   wrapper = wrapper_state.find(optimizer)
-  return None if wrapper is None else wrapper.inner.sharded_state
+  return None if wrapper is None else wrapper.wrapped.sharded_state
 
 
 def _names(

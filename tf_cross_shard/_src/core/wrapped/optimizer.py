@@ -1,6 +1,6 @@
 """The wrapped optimizer: the user's `opt`, inside CrossShardOptimizer.
 
-`Inner` has one set of members for the optimizers of Keras 3 and
+`WrappedOptimizer` has one set of members for the optimizers of Keras 3 and
 tf_keras. It builds the optimizer, lets it apply gradients, and answers
 questions about it. `keras3.adapter` and `tf_keras.adapter` implement it.
 """
@@ -18,9 +18,9 @@ from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.inner import fused, keras_private, overriding
-from tf_cross_shard._src.core.inner import names as names_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.wrapped import fused, keras_private, overriding
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
 
@@ -29,7 +29,7 @@ _KERAS: Final = ("keras.src.", "tf_keras.src.")
 RowStep = Callable[..., None]
 
 
-class Inner(abc.ABC):
+class WrappedOptimizer(abc.ABC):
   """The user's optimizer, with the same members for Keras 3 and tf_keras.
 
   Attributes:
@@ -54,9 +54,9 @@ class Inner(abc.ABC):
 
   def __init__(self, optimizer: Optimizer) -> None:
     self.optimizer = optimizer
-    self.innermost = innermost(optimizer)
+    self.base_optimizer = base_optimizer(optimizer)
     self.fused: bool | None = False
-    self.outer_scaler: Any = None
+    self.outer_loss_scaler: Any = None
     self.sharded_state: Any = None
     self.checkpointed: Any = optimizer
     self._thread = threading.local()  # Replicas may be threads.
@@ -65,11 +65,13 @@ class Inner(abc.ABC):
   def name(self) -> str:
     # tf_keras' LossScaleOptimizer has no name.
     has_name = hasattr(self.optimizer, "name")
-    return keras_private.name(self.optimizer if has_name else self.innermost)
+    return keras_private.name(
+      self.optimizer if has_name else self.base_optimizer
+    )
 
   @property
   def strategy(self) -> tf.distribute.Strategy:
-    return keras_private.strategy(self.innermost)
+    return keras_private.strategy(self.base_optimizer)
 
   @property
   @abc.abstractmethod
@@ -81,14 +83,14 @@ class Inner(abc.ABC):
     if self.is_built:
       return
     if not keras_private.has_waiting(
-      self.innermost, self._weight_copy_attribute
+      self.base_optimizer, self._weight_copy_attribute
     ):
       self.optimizer.build(list(variables))
       self._start_at_weights(variables)
       return
     # Deferred checkpoint values are assigned when slots are created.
     # ScheduleFreeAdamW would then overwrite them with the weights.
-    with overriding.overriding(self.innermost, assign=lambda *_: None):
+    with overriding.overriding(self.base_optimizer, assign=lambda *_: None):
       self.optimizer.build(list(variables))
 
   def _start_at_weights(self, variables: Sequence[Variable]) -> None:
@@ -98,7 +100,7 @@ class Inner(abc.ABC):
     """
     if single_program.num_copies(self.strategy) == 1:
       return  # Keras may create the weights in the function being traced.
-    slots = getattr(self.innermost, self._weight_copy_attribute, ())
+    slots = getattr(self.base_optimizer, self._weight_copy_attribute, ())
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
       for slot, variable in zip(slots, variables, strict=False):
@@ -117,7 +119,7 @@ class Inner(abc.ABC):
     None uses them wherever they are faster. True raises `ValueError` if neither
     can do the steps.
     """
-    optimizer = self.innermost
+    optimizer = self.base_optimizer
     has_kernel = fused.find_kernel(optimizer) is not None
     if wanted and not has_kernel and not fused.can_compile(optimizer):
       raise ValueError(
@@ -129,7 +131,7 @@ class Inner(abc.ABC):
 
   def _overrides(self, *names: str) -> bool:
     """Returns whether the user's class overrides one of these Keras methods."""
-    kind = type(self.innermost)
+    kind = type(self.base_optimizer)
     return any(
       not getattr(kind, name).__module__.startswith(_KERAS) for name in names
     )
@@ -142,11 +144,11 @@ class Inner(abc.ABC):
   @property
   def places(self) -> dict[Any, int]:
     """The index of each trained variable, by Keras' key of the variable."""
-    return getattr(self.innermost, self._index_attribute)
+    return getattr(self.base_optimizer, self._index_attribute)
 
   def index(self, variable: Variable) -> Any:
     """Returns the variable's index among the trained variables, or None."""
-    return self.places.get(keras_private.key(self.innermost, variable))
+    return self.places.get(keras_private.key(self.base_optimizer, variable))
 
   def as_built(self, variable: Variable) -> Variable:
     """Returns the Keras variable of a `tf.Variable`.
@@ -227,7 +229,7 @@ class Inner(abc.ABC):
   @property
   def averages(self) -> list[Variable]:
     """The moving averages of the trained variables; empty without averages."""
-    return keras_private.averages(self.innermost)
+    return keras_private.averages(self.base_optimizer)
 
   @property
   def finalizes(self) -> bool:
@@ -260,24 +262,24 @@ class Inner(abc.ABC):
   @property
   def accumulates(self) -> int | None:
     """How many calls make one step of this optimizer; None for one call."""
-    return getattr(self.innermost, "gradient_accumulation_steps", None)
+    return getattr(self.base_optimizer, "gradient_accumulation_steps", None)
 
   def decays(self, variable: Variable) -> bool:
     """Returns whether weight decay, if it is set, applies to a variable."""
-    return keras_private.decays(self.innermost, variable)
+    return keras_private.decays(self.base_optimizer, variable)
 
   def without_decay(
     self, variables: Sequence[Variable]
   ) -> contextlib.AbstractContextManager[Any]:
     """Returns a context without weight decay for `variables`."""
     hidden = set(map(self.index, variables))
-    decay = getattr(self.innermost, keras_private.DECAY)
+    decay = getattr(self.base_optimizer, keras_private.DECAY)
     decay_others = {
       keras_private.DECAY: lambda seen: decay(
         [v for v in seen if self.index(v) not in hidden]
       )
     }
-    return overriding.overriding(self.innermost, **decay_others)
+    return overriding.overriding(self.base_optimizer, **decay_others)
 
   def clipping_rows(
     self, sums_rows: bool
@@ -289,15 +291,15 @@ class Inner(abc.ABC):
     """
     clip = {
       keras_private.CLIP: lambda grads: clipping.clip(
-        grads, **clipping.limits_of(self.innermost), sums_rows=sums_rows
+        grads, **clipping.limits_of(self.base_optimizer), sums_rows=sums_rows
       )
     }
-    return overriding.overriding(self.innermost, **clip)
+    return overriding.overriding(self.base_optimizer, **clip)
 
   @property
   def clips_to_dense(self) -> bool:
     """Whether Keras' clipping makes row-sparse gradients dense."""
-    limit = clipping.limits_of(self.innermost)["global_clipnorm"]
+    limit = clipping.limits_of(self.base_optimizer)["global_clipnorm"]
     return not self.sums_rows and limit is not None
 
   @property
@@ -320,14 +322,14 @@ class Inner(abc.ABC):
     this method again to apply them. `options` are more arguments of tf_keras'
     `apply_gradients`.
     """
-    if self.outer_scaler is not None and not self.is_called_by_loss_scaler:
+    if self.outer_loss_scaler is not None and not self.is_called_by_loss_scaler:
       self._thread.is_called_by_loss_scaler = True
       try:
         self._apply_around(grads, variables)
       finally:
         self._thread.is_called_by_loss_scaler = False
       return
-    with fused.updating(self.innermost, self.index, self.fused, row_step):
+    with fused.updating(self.base_optimizer, self.index, self.fused, row_step):
       self._apply(grads, variables, through_apply, **options)
 
   @abc.abstractmethod
@@ -351,19 +353,19 @@ def has_several_dtypes(values: Sequence[Any]) -> bool:
   return len({tf.as_dtype(v.dtype) for v in values if v is not None}) > 1
 
 
-def innermost(optimizer: Optimizer) -> Any:
+def base_optimizer(optimizer: Optimizer) -> Any:
   """Returns the optimizer that keeps the slots, inside any loss scaling."""
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
 
 
-def adapter_of(optimizer: Optimizer) -> Inner:
-  """Returns the `Inner` of any Keras optimizer."""
+def adapter_of(optimizer: Optimizer) -> WrappedOptimizer:
+  """Returns the `WrappedOptimizer` of any Keras optimizer."""
   modules = (kind.__module__ for kind in type(optimizer).__mro__)
   is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
   # Import by name: a Keras 3 optimizer does not need tf_keras, nor the reverse.
-  core = __name__.partition(".inner")[0]
+  core = __name__.partition(".wrapped")[0]
   home = importlib.import_module(
     f"{core}.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
   )

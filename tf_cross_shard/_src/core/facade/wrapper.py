@@ -18,10 +18,10 @@ from typing import Any, Final, TypeVar, cast
 import tensorflow as tf
 
 from tf_cross_shard._src.core import single_program, validation, wrapper_state
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import names as names_lib
-from tf_cross_shard._src.core.inner import v1
-from tf_cross_shard._src.core.outer import saving, v1_methods
+from tf_cross_shard._src.core.facade import saving, v1_methods
+from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
+from tf_cross_shard._src.core.wrapped import v1
 
 # Names that `dir` does not list. Keras saves each optimizer that it finds under
 # a listed name, and tf.train.Checkpoint saves the slots of an object that lists
@@ -45,12 +45,12 @@ def _forwarded(name: str) -> property:
 
   def get(self: Any) -> Any:
     own = wrapper_state.find(self)
-    return None if own is None else getattr(own.inner.optimizer, name)
+    return None if own is None else getattr(own.wrapped.optimizer, name)
 
   def set_value(self: Any, value: Any) -> None:
     own = wrapper_state.find(self)
     if own is not None:  # It is None while Keras' constructor runs.
-      setattr(own.inner.optimizer, name, value)
+      setattr(own.wrapped.optimizer, name, value)
 
   return property(get, set_value, doc=f"`{name}` of the wrapped optimizer.")
 
@@ -91,11 +91,13 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   exclude_from_weight_decay = _forwarded("exclude_from_weight_decay")
   update_step = _forwarded("update_step")
 
-  def _wrap(self, inner: inner_lib.Inner) -> None:
+  def _wrap(self, wrapped: wrapped_lib.WrappedOptimizer) -> None:
     """Stores the wrapped optimizer, and begins to forward attributes."""
-    wrapper_state.attach(self, wrapper_state.WrapperState(inner, self._package))
-    if inner.is_built:
-      validation.check_not_overwritten(inner.trainable_variables)
+    wrapper_state.attach(
+      self, wrapper_state.WrapperState(wrapped, self._package)
+    )
+    if wrapped.is_built:
+      validation.check_not_overwritten(wrapped.trainable_variables)
 
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
@@ -129,17 +131,17 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       " Pass the optimizer inside it."
     )
 
-  def _reduce_before(self, outer_scaler: Any, methods: Any) -> None:
+  def _reduce_before(self, outer_loss_scaler: Any, methods: Any) -> None:
     """Lets an outer LossScaleOptimizer check reduced gradients only.
 
     `loss_scaler` says why. Our `methods` replace its methods of these names.
     """
     # An earlier LossScaleOptimizer is not used any more.
-    self._inner.outer_scaler = None
+    self._wrapped.outer_loss_scaler = None
     # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
-    if not self._inner.skips_overflows:
-      self._inner.outer_scaler = outer_scaler
-    vars(outer_scaler).update(methods)
+    if not self._wrapped.skips_overflows:
+      self._wrapped.outer_loss_scaler = outer_loss_scaler
+    vars(outer_loss_scaler).update(methods)
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the wrapped optimizer."""
@@ -148,7 +150,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       raise AttributeError(
         f"{type(self).__name__!r} object has no attribute {name!r}"
       )
-    return getattr(own.inner.optimizer, name)
+    return getattr(own.wrapped.optimizer, name)
 
   def __setattr__(self, name: str, value: Any) -> None:
     """Writes to the wrapped optimizer if only it has the attribute."""
@@ -157,9 +159,9 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       own is not None
       and name not in self.__dict__
       and not hasattr(type(self), name)
-      and hasattr(own.inner.optimizer, name)
+      and hasattr(own.wrapped.optimizer, name)
     ):
-      setattr(own.inner.optimizer, name, value)
+      setattr(own.wrapped.optimizer, name, value)
     else:
       super().__setattr__(name, value)
 
@@ -167,7 +169,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
     """Returns the class, the wrapped optimizer, and changed arguments."""
     if wrapper_state.find(self) is None:  # Keras' constructor is running.
       return object.__repr__(self)
-    opt = self._inner.optimizer
+    opt = self._wrapped.optimizer
     is_wrapper = isinstance(opt, OptimizerWrapper)
     shown = [repr(opt) if is_wrapper else type(opt).__name__]
     for name, value in self._differing().items():
@@ -185,12 +187,12 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
   @property
   def inner_optimizer(self) -> Any:
     """The wrapped optimizer itself."""
-    return self._inner.optimizer
+    return self._wrapped.optimizer
 
   @property
   def variables(self) -> VariableList:
     """The variables of the wrapped optimizer only."""
-    return VariableList(self._inner.whole.variables)
+    return VariableList(self._wrapped.whole.variables)
 
   def get_name(self) -> str:
     """Returns the name given to the constructor."""
@@ -219,11 +221,11 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
       TypeError: If `var` is not a variable.
     """
     validation.check_variable("var", var)
-    return self._inner.whole.view(var, name)
+    return self._wrapped.whole.view(var, name)
 
   def get_slot_names(self) -> list[str]:
     """Returns the names of all slots; empty before the optimizer is built."""
-    return self._inner.slot_names()
+    return self._wrapped.slot_names()
 
   def build(self, variables: Any) -> None:
     """Creates the wrapped optimizer's slots.
@@ -237,7 +239,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
         call this method in one of several replicas. Only the slots of that
         replica would receive the values.
     """
-    checkpointed = self._inner.checkpointed
+    checkpointed = self._wrapped.checkpointed
     variables = list(variables)
     is_waiting = getattr(checkpointed, "has_waiting_values", False)
     if is_waiting and not tf.distribute.in_cross_replica_context():
@@ -248,12 +250,12 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
           " replicas would build it for itself. Call build(variables) inside"
           " `with strategy.scope():` before the first step."
         )
-    if not self._inner.is_built:
+    if not self._wrapped.is_built:
       validation.check_not_overwritten(variables)
     self._build_slots(variables)
 
   def _build_slots(self, variables: list[Any]) -> None:
-    self._inner.build(variables)
+    self._wrapped.build(variables)
 
   def finalize_variable_values(self, var_list: Any) -> None:
     """Overwrites the variables with their moving averages, if there are any.
@@ -263,7 +265,7 @@ class OptimizerWrapper(v1_methods.Minimizer, saving.SavedState):
     Args:
       var_list: The variables.
     """
-    self._inner.write_averages(var_list)
+    self._wrapped.write_averages(var_list)
 
 
 def suggesting(init: _Function) -> _Function:

@@ -16,9 +16,9 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.inner import inner as inner_lib
-from tf_cross_shard._src.core.inner import overriding
 from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
+from tf_cross_shard._src.core.wrapped import overriding
 
 
 class Rows:
@@ -97,18 +97,18 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 
 @contextlib.contextmanager
 def gathered(
-  inner: inner_lib.Inner, variable: Variable, indices: tf.Tensor
+  wrapped: wrapped_lib.WrappedOptimizer, variable: Variable, indices: tf.Tensor
 ) -> Iterator[Rows]:
   """Replaces each slot of a variable with its rows, inside the context.
 
   Yields the rows of the variable itself, at unique indices. The end of the
   context stores the rows of the variable and of its slots.
   """
-  optimizer = inner.innermost
-  index, count = inner.index(variable), len(inner.places)
+  optimizer = wrapped.base_optimizer
+  index, count = wrapped.index(variable), len(wrapped.places)
   attributes = vars(optimizer)
   rows, replaced = [Rows(variable, indices)], {}
-  for attribute, slot in inner_lib.slots_at(optimizer, index, count, ()):
+  for attribute, slot in wrapped_lib.slots_at(optimizer, index, count, ()):
     values = attributes[attribute]
     if not isinstance(values, list) or values[index] is not slot:
       raise ValueError(

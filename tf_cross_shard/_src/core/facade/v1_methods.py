@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import loss_factor, validation
+from tf_cross_shard._src.core.facade import saving
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.outer import saving
 
 
 class Minimizer(saving.Wrapping):
@@ -136,7 +136,7 @@ class Minimizer(saving.Wrapping):
     is_empty = isinstance(var_list, (list, tuple)) and not var_list
     if is_empty and tape is not None:
       # `fit` of tf_keras, with a model that has nothing to train.
-      return self._inner.iterations()
+      return self._wrapped.iterations()
     options = differentiate.GraphOptions(
       gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
     )
