@@ -205,7 +205,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     )
 
   @property
-  def _steps(self) -> pipeline_lib.GradientPipeline:
+  def _pipeline(self) -> pipeline_lib.GradientPipeline:
     return wrapper_state.pipeline_of(self)
 
   @property
