@@ -38,12 +38,13 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   Use it with `model.compile` and `fit`, or in a training loop, on one device or
-  under MirroredStrategy, MultiWorkerMirroredStrategy and TPUStrategy. It
-  averages (or sums) the gradients over all replicas, and `opt` applies the
-  result. Options reduce the cost of the update, accumulate gradients, or clip
-  them on each replica. With `group_assignment`, gradients are reduced within
-  groups of replicas only: each group trains a separate model with its own
-  weights, slots and moving averages, and can have its own learning rate.
+  under MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy and
+  VectorizedStrategy. It averages (or sums) the gradients over all replicas, and
+  `opt` applies the result. Options reduce the cost of the update, accumulate
+  gradients, or clip them on each replica. With `group_assignment`, gradients
+  are reduced within groups of replicas only: each group trains a separate model
+  with its own weights, slots and moving averages, and can have its own learning
+  rate.
 
   In a formula: let `L_r` be the loss of replica `r`, `G` a group of replicas,
   and `f` a factor that depends on `reduction` and `loss_averaged_over`. All
@@ -113,7 +114,8 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       name: The name of this optimizer.
       group_assignment: The groups of replicas, of shape `[num_groups,
         group_size]` and dtype int32: lists, an array, a constant tensor or
-        `Groups`. None for one group of all replicas.
+        `Groups`. None for one group of all replicas or, under a
+        VectorizedStrategy whose replicas are models, a group for each model.
       loss_averaged_over: `"replica"` if the loss is averaged over the examples
         of one replica, `"global"` if it is averaged over the examples of all
         replicas. None chooses by the method that you call: `"replica"` for
