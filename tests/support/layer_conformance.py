@@ -125,8 +125,8 @@ class TrainedLayer(keras.Model):
       raise CannotTrainError("returns no numbers")
     self.heads = [
       self.add_weight(
-        # A ragged output has another shape in each step.
-        shape=output.shape[1:],
+        # Normalized outputs add up to zero: give each example its own head.
+        shape=output.shape,
         initializer=keras.initializers.RandomNormal(seed=i, stddev=1.0),
         name=f"head_{i}",
       )
