@@ -358,7 +358,7 @@ class TestMistakes:
     strategy.run(lambda: counter.assign_add(2.0))
     assert float(counter.numpy()) == 2.0
     numbers = testbed.per_replica(strategy, [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match=r"different values (.|\n)* scope\(\)"):
+    with pytest.raises(ValueError, match=r"different values (.|\n)*scope\(\)"):
       strategy.run(counter.assign_add, (numbers,))
     assert float(counter.numpy()) == 2.0
 

@@ -255,7 +255,7 @@ def test_gradients_of_branches() -> None:
 
 
 def test_a_variable_from_outside_in_a_branch() -> None:
-  strategy, shared = VectorizedStrategy(N), tf.Variable(0.0)
+  strategy, shared = VectorizedStrategy(N, split_batches=True), tf.Variable(0.0)
 
   def step(x: tf.Tensor) -> None:
     tf.cond(x > 0.0, lambda: shared.assign_add(x), lambda: tf.identity(shared))
