@@ -165,7 +165,15 @@ class ModelsExtended(
     self, function: Any, structure: Any, given: arguments.Arguments
   ) -> Any:
     """Runs a replica's program on all replicas; returns their results."""
-    outputs = self._outputs(function, given, self.variables_of(function))
+    variables = self.variables_of(function)
+    for other in function.graph.variables:
+      is_stack = isinstance(other, variable.StackedVariable)
+      if is_stack and id(other.replica_handle) not in variables:
+        raise ValueError(
+          f"{other.name} belongs to another VectorizedStrategy object. Create"
+          " the strategy once, and the variable inside its scope."
+        )
+    outputs = self._outputs(function, given, variables)
     return arguments.pack_results(structure, outputs)
 
   def _outputs(
@@ -195,23 +203,11 @@ class ModelsExtended(
     return arguments.ReplicaValues(converted.t, self.num_copies, layout)
 
   def variables_of(self, function: Any) -> dict[int, Any]:
-    """Returns the captured variables of this strategy, by id of the handle.
-
-    Raises:
-      ValueError: If the function uses a variable of another strategy.
-    """
+    """Returns the captured variables of this strategy, by id of the handle."""
     captured = map(id, function.captured_inputs)
-    variables = {
+    return {
       key: self._variables[key] for key in captured if key in self._variables
     }
-    for other in function.graph.variables:
-      is_stack = isinstance(other, variable.StackedVariable)
-      if is_stack and id(other.replica_handle) not in variables:
-        raise ValueError(
-          f"{other.name} belongs to another VectorizedStrategy object. Create"
-          " the strategy once, and the variable inside its scope."
-        )
-    return variables
 
   def trace(
     self, fn: Callable[..., Any], given: arguments.Arguments
@@ -363,7 +359,7 @@ class ModelsExtended(
   ) -> Any:
     """Combines a value that all replicas have."""
     if axis is not None:
-      value = _reduce(operation, tf.convert_to_tensor(value), axis)
+      value = _combine(operation, [tf.convert_to_tensor(value)], axis)
     if operation == tf.distribute.ReduceOp.MEAN:
       return value
     value = tf.convert_to_tensor(value)
@@ -388,35 +384,37 @@ def _stacked_variable(value: Any) -> variable.StackedVariable | None:
 
 
 def _combine_rows(
-  operation: tf.distribute.ReduceOp, rows: tf.Tensor, axis: int | None
+  operation: tf.distribute.ReduceOp, rows: tf.Tensor, axis: Any
 ) -> tf.Tensor:
   """Combines the values of all replicas, and an axis of each value."""
   if rows.dtype in (tf.bool, tf.string):
     return rows[0]  # Keras averages a batch only for its shape.
   axes = [0]
   if axis is not None:
-    axes.append(axis + 1 if axis >= 0 else axis)
-  return _reduce(operation, rows, axes)
+    axes += [x + 1 if x >= 0 else x for x in tf.nest.flatten(axis)]
+  return _combine(operation, [rows], axes)
 
 
 def _combine_parts(
-  operation: tf.distribute.ReduceOp, parts: Sequence[Any], axis: int | None
+  operation: tf.distribute.ReduceOp, parts: Sequence[Any], axis: Any
 ) -> tf.Tensor:
   """Combines values that may have different sizes along the axis."""
   tensors = [tf.convert_to_tensor(part) for part in parts]
   if axis is None:
     return _combine_rows(operation, tf.stack(tensors), None)
-  return _reduce(operation, tf.concat(tensors, axis), axis)
+  return _combine(operation, tensors, axis)
 
 
-def _reduce(
-  operation: tf.distribute.ReduceOp, value: tf.Tensor, axis: Any
+def _combine(
+  operation: tf.distribute.ReduceOp, values: Sequence[tf.Tensor], axis: Any
 ) -> tf.Tensor:
-  total = tf.reduce_sum(value, axis)
+  """Returns the sum or mean of all elements along an axis of the values."""
+  total = tf.add_n([tf.reduce_sum(value, axis) for value in values])
   if operation == tf.distribute.ReduceOp.SUM:
     return total
   # How many elements are added up in each element of the sum.
-  count = tf.size(value) // tf.maximum(tf.size(total), 1)
+  size = tf.add_n(list(map(tf.size, values)))
+  count = size // tf.maximum(tf.size(total), 1)
   return total / tf.cast(count, total.dtype)
 
 
