@@ -12,8 +12,9 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service import hlo_pb2
 
 from tf_cross_shard import Groups
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core.reduce import one_program
-from tf_cross_shard._src.vectorized import replica_context
+from tf_cross_shard._src.vectorized import exchanges
 from tf_cross_shard._src.virtual_tpu import hlo
 
 GROUPINGS = [
@@ -53,10 +54,12 @@ def reductions(module: bytes) -> list[tuple[str, int]]:
 
 def compare(dtype: tf.DType, groups: Groups) -> str:
   """The word "same", or both operations."""
-  engine = one_program.OneProgram(tf.distribute.get_strategy(), groups)
+  strategy = tf.distribute.get_strategy()
+  program = single_program.TPUProgram(strategy)
+  engine = one_program.OneProgram(strategy, groups, program)
   table = groups.to_lists()
   real = lower(lambda x: engine.all_reduce_sum([x])[0], dtype)
-  virtual = lower(lambda x: replica_context.cross_replica_sum(x, table), dtype)
+  virtual = lower(lambda x: exchanges.cross_replica_sum(x, table), dtype)
   [mine], [theirs] = (
     hlo.Module(module).collectives(8) for module in (real, virtual)
   )

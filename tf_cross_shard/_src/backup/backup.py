@@ -142,6 +142,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     if every_seconds is not None:
       group_callback.check_number("every_seconds", every_seconds)
     self._backup_dir = paths_lib.as_path(backup_dir, "backup_dir")
+    self.backups = str(self._backup_dir)
     self._delete = delete_checkpoint
     self._every = every
     self._exit_code = exit_code

@@ -261,7 +261,11 @@ class GroupNumbers(tf.__internal__.tracking.Trackable):
     ):
       return
     numbers = self.read()
-    with variables_lib.outside_of_strategies(), strategy.scope():
+    # Models share one row. A copy for each model would be another variable of
+    # the strategy, for which it traces the step again.
+    are_models = single_program.are_models(strategy)
+    scope = contextlib.nullcontext() if are_models else strategy.scope()
+    with tf.init_scope(), variables_lib.outside_of_strategies(), scope:
       variable = tf.Variable(
         numbers, trainable=False, dtype=tf.float64, name=self.name
       )

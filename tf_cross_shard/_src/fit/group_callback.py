@@ -113,6 +113,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     acts_on_batches: Whether the callback acts when a batch ends.
     follows_groups: Whether the callback assumes that each group trains the same
       trial until `fit` ends.
+    backups: The folder of the backups that the callback makes; "" if none.
     is_skipping_batches: Whether `fit` reads batches again that were trained on
       before it was interrupted. `BackupAndRestore` sets it. A callback that
       changes the model must do nothing while it is True.
@@ -121,6 +122,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   prefix = ""
   acts_on_batches = False
   follows_groups = False
+  backups = ""
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 

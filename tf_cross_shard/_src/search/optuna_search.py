@@ -242,6 +242,8 @@ class OptunaSearch(group_callback.GroupMonitor):
     """Starts the first trials, unless a backup was restored."""
     if not self._running:
       self._running = [None] * len(self.keys)
+      folders = [c.backups for c in self.same_fit() if c.backups]
+      self._trials.begin(folders[0] if folders else "")
       with self._failing():
         self._start(range(len(self.keys)))
 

@@ -17,6 +17,9 @@ from tf_cross_shard._src.replica_state import archive
 
 # The attribute of a trial that says which `fit` trains it.
 _FIT: Final = "tf_cross_shard_fit"
+# The attribute of a trial that says where the program keeps its backups: the
+# same for a program that was killed and started again.
+_BACKUPS: Final = "tf_cross_shard_backups"
 # The attribute of a failed trial whose settings were asked for again.
 _AGAIN: Final = "tf_cross_shard_again"
 
@@ -64,6 +67,7 @@ class Trials:
   Attributes:
     study: The study.
     fit: Identifies the `fit` whose trials these are.
+    backups: The folder of the program's backups; "" without backups.
     asked: How many trials the study was asked for.
   """
 
@@ -72,6 +76,7 @@ class Trials:
   ) -> None:
     self.study = study
     self.fit = uuid.uuid4().hex
+    self.backups = ""
     self.asked = 0
     self._suggest = suggest
     self._names: set[str] = set()
@@ -96,6 +101,7 @@ class Trials:
     """Returns the next trial; raises `ValueError` for invalid settings."""
     trial = self.study.ask()
     trial.set_user_attr(_FIT, self.fit)
+    trial.set_user_attr(_BACKUPS, self.backups)
     self.asked += 1
     self._trials[trial.number] = trial
     running = Running(trial.number, {})
@@ -173,10 +179,25 @@ class Trials:
     for trial in own.values():
       if trial.state.is_finished():
         self.asked += _AGAIN not in trial.user_attrs
-        continue
-      self._trial(trial).set_user_attr(_AGAIN, True)
-      self.study.tell(trial.number, state=self._states.FAIL)
-      self.study.enqueue_trial(trial.params)
+      else:
+        self._ask_again(trial)
+
+  def begin(self, backups: str) -> None:
+    """Begins without a backup.
+
+    Trials of a program that was killed before its first backup are told as
+    failed, and their settings are asked for again.
+    """
+    self.backups = backups
+    for trial in self.study.get_trials(deepcopy=False):
+      is_left = trial.state == self._states.RUNNING
+      if backups and is_left and trial.user_attrs.get(_BACKUPS) == backups:
+        self._ask_again(trial)
+
+  def _ask_again(self, trial: Any) -> None:
+    self._trial(trial).set_user_attr(_AGAIN, True)
+    self.study.tell(trial.number, state=self._states.FAIL)
+    self.study.enqueue_trial(trial.params)
 
   def _trial(self, frozen: Any) -> Any:
     return self._optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001
