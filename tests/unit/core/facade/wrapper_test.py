@@ -160,3 +160,11 @@ def test_a_class_with_all_names_of_the_wrapper(
     setattr(optimizer, name, 7.0)
     assert getattr(optimizer, name) == 7.0
     assert getattr(optimizer.inner_optimizer, name) == 7.0
+
+
+def test_an_optimizer_around_ours_must_not_mix_the_groups() -> None:
+  """It sums over all replicas, and calls `update_step` with the sum."""
+  with testbed.mirrored().scope():
+    grouped = CrossShardOptimizer("sgd", group_assignment=[[0, 1], [2, 3]])
+  with pytest.raises(RuntimeError, match=r"mixes the groups.*apply_gradients"):
+    grouped.update_step(tf.constant(1.0), tf.Variable(1.0), 0.1)
