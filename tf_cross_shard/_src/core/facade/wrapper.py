@@ -301,10 +301,9 @@ def documented(cls: _Class) -> _Class:
   constructor = vars(first).get("__init__")
   init = constructor and inspect.getdoc(constructor)
   if own and shared:  # python -OO removes all docstrings.
-    summary, _, differences = own.partition("\n\n")
     _, _, more = shared.partition("\n\n")
     more, mark, references = more.partition("References:")
-    whole = [summary, more.strip(), differences, init, mark + references]
+    whole = [own, more.strip(), init, mark + references]
     cls.__doc__ = "\n\n".join(filter(None, whole))
   return cls
 

@@ -32,12 +32,6 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
 
   `opt` is a `keras.optimizers.Optimizer`.
 
-  `pickle` and `copy` do what they do for an optimizer of Keras, by Keras' code:
-  the copy is not built. It has the configuration, with the current learning
-  rate. It has the iteration count only if the original was not built; from a
-  built one, Keras loads no variables, and warns. Exclusions from weight decay
-  are not in the copy. A copy of a compiled and built model keeps the slots.
-
   >>> import keras
   >>> import tensorflow as tf
   >>> optimizer = CrossShardOptimizer(keras.optimizers.SGD(0.5))
@@ -46,6 +40,12 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
   1
   >>> float(weight.numpy())
   2.0
+
+  `pickle` and `copy` do what they do for an optimizer of Keras, by Keras' code:
+  the copy is not built. It has the configuration, with the current learning
+  rate. It has the iteration count only if the original was not built; from a
+  built one, Keras loads no variables, and warns. Exclusions from weight decay
+  are not in the copy. A copy of a compiled and built model keeps the slots.
   """
 
   @tf.autograph.experimental.do_not_convert
