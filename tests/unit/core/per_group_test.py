@@ -381,13 +381,36 @@ class TestModels:
     strategy = VectorizedStrategy(3)
     with strategy.scope():
       weight = testbed.variable(0.0, library=library)
-      # The replicas of today's strategy add up what a plain optimizer applies.
       sgd = library.optimizers.SGD(rates)
       sgd.build([weight])
     rate = strategy.run(tf.function(lambda: rates(0)))
     found = strategy.experimental_local_results(rate)
     assert list(map(float, found)) == [0.5, 0.25, 1.0]
     assert per_group_values(strategy) == [1, 2, 3]
+
+  @pytest.mark.parametrize("library", [keras, tf_keras])
+  def test_a_plain_optimizer_restores_its_rates(
+    self, library: Any, tmp_path: pathlib.Path
+  ) -> None:
+    """Before the first step, as a program does that goes on."""
+
+    def make() -> tuple[Any, Any]:
+      with VectorizedStrategy(2).scope():
+        rates = _of(library).PerGroup([0.5, 0.25])
+        model = library.Sequential(
+          [library.Input([1]), library.layers.Dense(1)]
+        )
+        model.compile(library.optimizers.SGD(rates), "mse")
+        model.optimizer.build(model.trainable_variables)
+      return rates, model
+
+    rates, model = make()
+    model.fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0)
+    rates.assign([0.125, 0.75])
+    replica_state.save(tmp_path / "state", model.optimizer, model)
+    rates, model = make()
+    replica_state.restore(tmp_path / "state", model.optimizer, model)
+    assert rates.values(step=0) == [0.125, 0.75]
 
   def test_another_number_of_rates(self) -> None:
     rates = schedules.PerGroup([0.5, 0.25])

@@ -32,7 +32,9 @@ from tf_cross_shard._src.core.wrapped import names as names_lib
 # An int, or a scalar tensor or variable. Each thread has its own value, because
 # replicas may be threads.
 _my_group: Final = contextvars.ContextVar[Any]("my_group", default=None)
-# The engines of all CrossShardOptimizers, by their strategies.
+# The engines of all CrossShardOptimizers, by their strategies. MirroredStrategy
+# never forgets a `tf.function` that its `run` was given, so the optimizer of
+# such a step lives as long as the strategy.
 _engines: Final[
   "weakref.WeakKeyDictionary[Any, weakref.WeakSet[engine_lib.Engine]]"
 ] = weakref.WeakKeyDictionary()
@@ -265,7 +267,9 @@ class GroupNumbers(tf.__internal__.tracking.Trackable):
     # the strategy, for which it traces the step again.
     are_models = single_program.are_models(strategy)
     scope = contextlib.nullcontext() if are_models else strategy.scope()
-    with tf.init_scope(), variables_lib.outside_of_strategies(), scope:
+    outside = variables_lib.outside_of_strategies()
+    # Files contain the name, which must not depend on where a step is traced.
+    with tf.init_scope(), outside, scope, tf.name_scope(""):
       variable = tf.Variable(
         numbers, trainable=False, dtype=tf.float64, name=self.name
       )

@@ -134,7 +134,10 @@ def _variables_of_rate(rate: Any, optimizer: Optimizer) -> Iterator[Variable]:
     return
   numbers: Any = getattr(rate, "numbers", None)  # of a PerGroup
   if hasattr(numbers, "variable"):
-    variable = numbers.variable(keras_private.strategy(optimizer))
+    strategy = keras_private.strategy(optimizer)
+    if single_program.are_models(strategy):
+      rate.create(strategy)  # The `build` of a plain optimizer does not.
+    variable = numbers.variable(strategy)
     if variable is not None:
       yield variable
     return
