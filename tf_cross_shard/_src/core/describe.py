@@ -126,10 +126,10 @@ def _rows(
     methods = _methods(pipeline, [], weights)
     return [_row(v, methods[id(v)], members) for v in weights]
   tables = update.unsharded_tables
-  ways_of = [
+  methods_of = [
     _methods(pipeline, update.variables_of(i), tables) for i in range(members)
   ]
-  rows = {id(v): _row(v, ways_of[0][id(v)], members) for v in tables}
+  rows = {id(v): _row(v, methods_of[0][id(v)], members) for v in tables}
   for bucket in update.buckets:
     for index, weight in enumerate(bucket.variables):
       # A weight without elements is in no member's part.
@@ -137,7 +137,7 @@ def _rows(
       is_whole = bucket.shard is None
       updated = weight if is_whole else bucket.shard
       rows[id(weight)] = _row(
-        weight, ways_of[member][id(updated)], members
+        weight, methods_of[member][id(updated)], members
       )._replace(
         elements=[
           sum(cut.size for cut in cuts if cut.index == index)

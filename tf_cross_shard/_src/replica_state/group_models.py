@@ -352,8 +352,8 @@ def _clone(
 
 def _reason(error: Exception) -> str:
   """Returns the sentence of a long error of Keras that names the cause."""
-  base_optimizer = str(error).split("Exception encountered: ")[-1].strip()
-  return " ".join(base_optimizer.split("\n\n")[0].split()).rstrip(".") + "."
+  cause = str(error).split("Exception encountered: ")[-1].strip()
+  return " ".join(cause.split("\n\n")[0].split()).rstrip(".") + "."
 
 
 def _copy_assets(model: Any, clone: Any) -> None:

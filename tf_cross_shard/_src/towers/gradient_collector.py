@@ -43,7 +43,7 @@ class CollectedCall:
 
   Attributes:
     optimizer: The TowerOptimizer.
-    adapter: The `Inner` of the TowerOptimizer.
+    adapter: The `WrappedOptimizer` of the TowerOptimizer.
     grads: The gradients of this tower.
     variables: One variable for each gradient.
     apply: Applies a sum of gradients.

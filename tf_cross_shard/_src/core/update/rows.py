@@ -48,10 +48,8 @@ _EXACT: Final = ("Adagrad", "SGD")
 
 def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
   """Raises `ValueError` if the optimizer cannot update by rows."""
-  optimizer, kind = (
-    wrapped.base_optimizer,
-    type(wrapped.base_optimizer).__name__,
-  )
+  optimizer = wrapped.base_optimizer
+  kind = type(optimizer).__name__
   if wrapped.accumulates:
     raise ValueError(
       f"`lazy_rows` is {lazy_rows!r}, but `opt` accumulates gradients"

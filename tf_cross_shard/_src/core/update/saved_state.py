@@ -127,7 +127,7 @@ class Slot(NamedTuple):
 class PlainState:
   """Sharded state, presented in the form that it would have without sharding.
 
-  This class has the members of `inner_lib.Inner` that savers need.
+  This class has the members of `WrappedOptimizer` that savers need.
 
   Attributes:
     variables: The variables of the plain optimizer, in its order: whole slots,

@@ -34,9 +34,9 @@ class WrappedOptimizer(abc.ABC):
 
   Attributes:
     optimizer: The user's optimizer.
-    innermost: The optimizer that keeps the slots, inside any loss scaling.
-    outer_scaler: The LossScaleOptimizer around *our* optimizer, or None;
-      `outer.loss_scaler` sets it.
+    base_optimizer: The optimizer that keeps the slots, inside any loss scaling.
+    outer_loss_scaler: The LossScaleOptimizer around *our* optimizer, or None;
+      see `facade.loss_scaler`.
     sharded_state: The `update.saved_state.PlainState` of an optimizer whose
       state is sharded, or None. It shows whole slots, by the members of this
       class that savers need: `variables`, `slots`, `set_weights` and so on.
