@@ -145,9 +145,3 @@ def delete(path: epath.Path) -> None:
   """Deletes a file, if it exists."""
   with as_os_errors(path):
     path.unlink(missing_ok=True)
-
-
-def delete_tree(folder: epath.Path) -> None:
-  """Deletes a folder with all files in it; ignores errors."""
-  with contextlib.suppress(OSError), as_os_errors(folder):
-    folder.rmtree()

@@ -4,7 +4,6 @@ x [rows, ...] ─ one program for all models ─▶ [num_groups, rows, ...]
 """
 
 import weakref
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -70,7 +69,10 @@ def predict(model: Any, x: Any, optimizer: Any, batch_size: int = 32) -> Any:
     )
   if single_program.are_models(model.distribute_strategy):
     group_state.warn_if_collapsed(optimizer)
-    return _joined(_of_models(model, x, data, state), axis=1)
+    return tf.nest.map_structure(
+      lambda *parts: np.concatenate(parts, axis=1),
+      *_of_models(model, x, data, state),
+    )
   groups = []
   for i in range(state.groups.num_groups):
     plain = group_models.load_group(model, i, optimizer)
@@ -129,9 +131,3 @@ def _rows_of(x: Any, batch_size: int) -> tf.data.Dataset:
 
   leaves = tuple(map(as_array, tf.nest.flatten(x)))
   return tf.data.Dataset.from_tensor_slices(leaves).batch(batch_size)
-
-
-def _joined(batches: Sequence[Any], axis: int) -> Any:
-  return tf.nest.map_structure(
-    lambda *parts: np.concatenate(parts, axis), *batches
-  )

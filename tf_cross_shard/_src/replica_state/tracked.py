@@ -109,17 +109,6 @@ def build(
       own.build([variables[name] for name in names])
 
 
-def check_built(optimizer: Any, model: Any, caller: str) -> None:
-  """Raises `ValueError` if an optimizer that the model tracks is not built."""
-  for path, own in optimizers(optimizer, model).items():
-    if not _is_built(own):
-      raise ValueError(
-        f"{caller} needs the state of all optimizers when `fit` begins, but"
-        f" {path[:-1] or 'the optimizer'} is not built. Call its"
-        " build(variables) before fit, inside `with strategy.scope():`."
-      )
-
-
 def _is_built(optimizer: Any) -> bool:
   return any(
     map(keras_private.is_built, names_lib.nested_optimizers(optimizer))

@@ -333,7 +333,7 @@ def _for_those_that_take_part(call: Call) -> Any:
     return tf.group(finished)
   # The others get the results of a model that takes part.
   order = tf.cumsum(tf.cast(call.pfor.mask, tf.int32)) - 1
-  places = impersonate(call.pfor, order, call.pfor.mask)
+  places = tf.gather(order, source_of(call.pfor, call.pfor.mask))
   return [wrap(tf.gather(array.stack(), places), True) for array in arrays]
 
 
@@ -434,11 +434,6 @@ def select(mask: Any, values: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.Select(condition=mask, t=values, e=others)
   ones = [1] * (values.shape.rank - 1)
   return tf.where(tf.reshape(mask, [-1, *ones]), values, others)
-
-
-def impersonate(rewriter: Rewriter, tensor: tf.Tensor, mask: Any) -> tf.Tensor:
-  """Gives models outside the mask the entry of the first model in it."""
-  return tf.gather(tensor, source_of(rewriter, mask))
 
 
 def source_of(rewriter: Rewriter, mask: Any) -> tf.Tensor:

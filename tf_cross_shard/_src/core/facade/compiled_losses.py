@@ -162,6 +162,6 @@ def _warn_of_tables(model: Any) -> None:
 
 
 def _pipeline_of(model: Any) -> Any:
-  """Returns the steps of the model's CrossShardOptimizer, or None."""
-  optimizers = names_lib.nested_optimizers(getattr(model, "optimizer", None))
-  return next(filter(None, map(wrapper_state.find_pipeline, optimizers)), None)
+  """Returns the pipeline of the model's CrossShardOptimizer, or None."""
+  optimizer = getattr(model, "optimizer", None)
+  return next(iter(names_lib.pipelines_of(optimizer)), None)
