@@ -41,8 +41,8 @@ DTYPES: Final = (
 )
 
 
-class OneProgram(engine.Engine):
-  """Collectives within groups of the replicas of one program."""
+class _InOneProgram(engine.Engine):
+  """What both engines of one program share."""
 
   is_single_program = True
 
@@ -54,6 +54,24 @@ class OneProgram(engine.Engine):
   ) -> None:
     super().__init__(strategy, groups)
     self._program = program
+
+  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
+    return self._program.same_on_all_replicas(value)
+
+  def isolate(self) -> contextlib.AbstractContextManager[Any]:
+    return isolation.OneProgramContext(self.strategy)
+
+
+class OneProgram(_InOneProgram):
+  """Collectives within groups of the replicas of one program."""
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    groups: groups_lib.Groups,
+    program: single_program.SingleProgram,
+  ) -> None:
+    super().__init__(strategy, groups, program)
     self.is_compiled = not program.is_vectorized
     self.supports_sparse = program.is_vectorized
     self.method = (
@@ -114,9 +132,6 @@ class OneProgram(engine.Engine):
     is_wide = self.is_compiled or tensor.dtype not in compression.WIRE_DTYPES
     return tensor if is_wide else tf.cast(tensor, tf.float32)
 
-  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
-    return self._program.same_on_all_replicas(value)
-
   def equalize(self, variables: Iterable[Variable]) -> None:
     """Gives all members of a group the values of its first member.
 
@@ -136,34 +151,15 @@ class OneProgram(engine.Engine):
   def bucket_bytes(self) -> None:
     return None
 
-  def isolate(self) -> contextlib.AbstractContextManager[Any]:
-    return isolation.OneProgramContext(self.strategy)
 
-
-class Models(engine.OneDevice):
+class Models(_InOneProgram, engine.OneDevice):
   """Replicas that are models: there is nothing to sum."""
 
-  is_single_program = True
   method = "nothing to sum: each replica is a model"
-
-  def __init__(
-    self,
-    strategy: tf.distribute.Strategy,
-    groups: groups_lib.Groups,
-    program: single_program.SingleProgram,
-  ) -> None:
-    super().__init__(strategy, groups)
-    self._program = program
 
   @property
   def num_replicas(self) -> int:
     return self._program.num_copies
-
-  def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
-    return self._program.same_on_all_replicas(value)
-
-  def isolate(self) -> contextlib.AbstractContextManager[Any]:
-    return isolation.OneProgramContext(self.strategy)
 
 
 def _in_order(groups: groups_lib.Groups) -> list[list[int]]:
