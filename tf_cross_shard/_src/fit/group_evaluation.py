@@ -23,10 +23,7 @@ def is_traceable(model: Any) -> bool:
   A model that overrides a step of the evaluation, or that runs eagerly, needs
   `evaluate` itself.
   """
-  base, kind = keras_private.keras_of(model).Model, type(model)
-  return not model.run_eagerly and all(
-    getattr(kind, hook) is getattr(base, hook) for hook in _HOOKS
-  )
+  return not model.run_eagerly and not keras_private.overrides(model, _HOOKS)
 
 
 def program(model: Any, data: tf.data.Dataset) -> Callable[[], Any]:

@@ -29,11 +29,7 @@ def names_of_metrics(model: Any) -> list[str] | None:
   Keras adds the names of outputs to them. None if the user's code decides.
   """
   config = compile_arguments(model)
-  base, kind = keras_private.keras_of(model).Model, type(model)
-  if config is None or any(
-    getattr(kind, step, None) is not getattr(base, step, None)
-    for step in _STEPS
-  ):
+  if config is None or keras_private.overrides(model, _STEPS):
     return None
   given = [config.get(name) for name in ("metrics", "weighted_metrics")]
   names = ["loss", *(metric.name for metric in model.metrics)]

@@ -38,6 +38,18 @@ def keras_of(model: Any) -> Any:
   raise TypeError(f"`model` must be a Keras model; got {type(model).__name__}.")
 
 
+def overrides(model: Any, methods: Sequence[str]) -> bool:
+  """Returns whether the class of a model replaces any of Keras' methods.
+
+  A method that this Keras lacks counts if the class adds it.
+  """
+  base, kind = keras_of(model).Model, type(model)
+  return any(
+    getattr(kind, method, None) is not getattr(base, method, None)
+    for method in methods
+  )
+
+
 def layers(model: Any) -> list[Any]:
   flatten = getattr(model, "_flatten_layers", None)
   return [model] if flatten is None else list(flatten())
