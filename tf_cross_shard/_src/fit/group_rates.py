@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import names as names_lib
@@ -33,9 +34,7 @@ def read(model: Any) -> list[float]:
   rates = per_group_lib.rates_of(model.optimizer)
   if rates is not None:
     return rates.values(step=0)  # They are numbers.
-  [variable] = names_lib.rate_variables(model.optimizer)
-  copies = replicas_lib.Copies(model.distribute_strategy)
-  groups = names_lib.groups_of(model.optimizer, copies.engine.strategy)
+  variable, copies, groups = _of_number(model)
   first = copies.read(variable, [members[0] for members in groups])
   return list(map(float, first))
 
@@ -45,11 +44,19 @@ def write(model: Any, rates: Sequence[float]) -> None:
   if per_group is not None:
     per_group.assign(rates)
     return
-  [variable] = names_lib.rate_variables(model.optimizer)
-  copies = replicas_lib.Copies(model.distribute_strategy)
-  groups = names_lib.groups_of(model.optimizer, copies.engine.strategy)
+  variable, copies, groups = _of_number(model)
   dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
   here = copies.engine.replicas_here
   copies.write(
     variable, [np.asarray(rates[groups.index_of(r)], dtype) for r in here]
   )
+
+
+def _of_number(
+  model: Any,
+) -> tuple[Any, replicas_lib.Copies, groups_lib.Groups]:
+  """Returns the variable of a learning rate, its copies, and the groups."""
+  [variable] = names_lib.rate_variables(model.optimizer)
+  copies = replicas_lib.Copies(model.distribute_strategy)
+  groups = names_lib.groups_of(model.optimizer, copies.engine.strategy)
+  return variable, copies, groups

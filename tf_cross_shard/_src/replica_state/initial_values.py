@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core import group_numbers, validation, wrapper_state
+from tf_cross_shard._src.core import group_numbers, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
@@ -134,14 +134,11 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     return []
   pairs = []
   for own in tracked.with_state(optimizer, model).values():
-    outermost, *_ = nested = list(names_lib.nested_optimizers(own))
-    if not any(map(keras_private.is_built, nested)):
+    if not tracked.is_built(own):
       continue
+    outermost, *_ = nested = list(names_lib.nested_optimizers(own))
     # Not all optimizers of tf_keras tell what they train.
-    trained = keras_private.trained(nested[-1]) or model.trainable_variables
-    wrapper = next(filter(None, map(wrapper_state.find, nested)), None)
-    if wrapper is not None:
-      trained = wrapper.wrapped.whole.trainable_variables
+    trained = tracked.trained_by(own) or model.trainable_variables
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
       create = getattr(copy, "build", None) or copy._create_all_weights

@@ -33,7 +33,7 @@ def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
 def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
   """Returns the built ones of `optimizers`, or the only one."""
   every = optimizers(optimizer, model)
-  built = {path: o for path, o in every.items() if _is_built(o)}
+  built = {path: o for path, o in every.items() if is_built(o)}
   if len(every) == 1 or not built:
     return {"": optimizer}
   groups = {
@@ -65,19 +65,8 @@ def trained(
     return {}
   found = {}
   for path, own in every.items():
-    variables: list[Any] = []
-    for nested in names_lib.nested_optimizers(own):
-      wrapper = wrapper_state.find(nested)
-      wrapped = None if wrapper is None else wrapper.wrapped.whole
-      variables = list(
-        keras_private.trained(nested)
-        if wrapped is None
-        else wrapped.trainable_variables
-      )
-      if variables:
-        break
-    keys = [id(replicas_lib.native(variable)) for variable in variables]
-    if _is_built(own):
+    keys = [id(replicas_lib.native(v)) for v in trained_by(own)]
+    if is_built(own):
       is_known = bool(keys) and names.keys() >= set(keys)
       found[path] = [names[key] for key in keys] if is_known else None
   return found
@@ -96,7 +85,7 @@ def build(
   every = optimizers(optimizer, model)
   for path, names in saved.items():
     own = every.get(path)
-    if own is None or _is_built(own):
+    if own is None or is_built(own):
       continue
     if names is None or not variables.keys() >= set(names):
       raise archive.CheckpointError(
@@ -109,7 +98,24 @@ def build(
       own.build([variables[name] for name in names])
 
 
-def _is_built(optimizer: Any) -> bool:
+def trained_by(optimizer: Any) -> list[Any]:
+  """Returns the whole variables that an optimizer is built on.
+
+  The list is empty for an optimizer that does not tell.
+  """
+  for nested in names_lib.nested_optimizers(optimizer):
+    wrapper = wrapper_state.find(nested)
+    variables = list(
+      keras_private.trained(nested)
+      if wrapper is None
+      else wrapper.wrapped.whole.trainable_variables
+    )
+    if variables:
+      return variables
+  return []
+
+
+def is_built(optimizer: Any) -> bool:
   return any(
     map(keras_private.is_built, names_lib.nested_optimizers(optimizer))
   )
