@@ -1,4 +1,4 @@
-"""Each layer of Keras trains as several models as it trains alone.
+"""Each of n models with a layer of Keras trains as one plain model does.
 
 The wheel of Keras 3.15 contains the tests of its layers. This file takes one
 case for each class of layers. `tests.support.layer_conformance` explains how it

@@ -1,4 +1,4 @@
-"""What the package imports, in processes of their own."""
+"""Importing the package: what it needs, and what it does at once."""
 
 import pathlib
 

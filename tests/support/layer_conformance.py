@@ -90,7 +90,7 @@ class CannotTrainError(Exception):
 
 
 class _Found(Exception):  # noqa: N818 - it ends a test, and is no error
-  """Ends a test of Keras after the comparison that was wanted."""
+  """Ends a test of Keras early: the layer that was looked for is compared."""
 
 
 # ------------------------------------------------------------------- the model
@@ -269,7 +269,9 @@ def _plain_fits(
   rates: Sequence[float] = RATES,
   noise: np.random.Generator | None = None,
 ) -> tuple[TrainedLayer, list[np.ndarray], list[list[np.ndarray]]]:
-  """Returns a model, its first values, and those after a fit with each rate.
+  """Fits one model with each learning rate, always from the same weights.
+
+  Returns the model, its values before all fits, and its values after each fit.
 
   With `noise`, the first values differ in their last bit or two.
   """
@@ -421,7 +423,7 @@ def files_of() -> dict[str, list[pathlib.Path]]:
 
 
 def _names_in(file: ast.AST) -> Iterator[str]:
-  """Yields the first argument of each call of `run_layer_test`."""
+  """Yields the names of the layers that a file passes to `run_layer_test`."""
   for node in ast.walk(file):
     if isinstance(node, ast.Call) and _is_layer_test(node.func):
       named = [k.value for k in node.keywords if k.arg == "layer_cls"]
@@ -553,7 +555,7 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def run_all() -> Iterator[Result]:
-  """Compares every case of Keras' tests."""
+  """Compares the models in every call of `run_layer_test` of Keras' tests."""
   results: list[Result] = []
 
   def run_layer_test(self: Any, *args: Any, **kwargs: Any) -> None:

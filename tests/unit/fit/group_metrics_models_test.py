@@ -72,7 +72,7 @@ def _by_model(rows: Any) -> Any:
 def test_each_model_is_evaluated_as_by_plain_keras(
   tmp_path: pathlib.Path, said: list[str]
 ) -> None:
-  """By `fit` and by the callback; later callbacks read these metrics."""
+  """`fit` and GroupMetrics(data) evaluate; later callbacks use the metrics."""
   model = _models()
   stop = callbacks.GroupEarlyStopping("val_accuracy", patience=9)
   history = model.fit(

@@ -1,4 +1,4 @@
-"""Groups that start from seeds of their own train as separate fits do."""
+"""After `initialize`, group i trains as a plain model with its seed does."""
 
 import random
 from typing import Any

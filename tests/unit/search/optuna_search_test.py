@@ -38,7 +38,7 @@ State = optuna.trial.TrialState
 
 
 class Killed(BaseException):
-  """Stands for SIGKILL: no `except Exception` catches it."""
+  """Ends a program as a kill does: no `except Exception` catches it."""
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +211,7 @@ def test_groups_begin_as_they_were() -> None:
 
 
 def test_pruned_and_failed_trials_make_room() -> None:
-  """A trial that is not finite fails alone; the next one begins at once."""
+  """A group whose trial is pruned or not finite begins the next trial."""
   settings = [dict(SETTINGS[2]) for _ in range(5)]
   settings[1]["learning_rate"] = 1e6
   settings[1]["dropout"] = 0.0
@@ -437,7 +437,7 @@ def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
   ],
 )
 def test_wrong_settings(returned: Any, words: str) -> None:
-  """An error; no trial stays behind as running."""
+  """They raise an error, and leave no running trial in the study."""
   study = make_study([])
   search = callbacks.OptunaSearch(study, lambda _: returned, trials=4, epochs=2)
   model = grouped(search, VectorizedStrategy(2))

@@ -53,7 +53,7 @@ def _of_model(value: np.ndarray, model: int) -> np.ndarray:
 def _with_gradients(
   function: Callable[..., Any], inputs: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-  """Returns the outputs, and the gradients of a sum of their elements."""
+  """Returns the outputs, and the gradients of a weighted sum of them."""
   inputs = [tf.identity(x) for x in inputs]
   floats = [x for x in inputs if x.dtype == tf.float32]
   with tf.GradientTape() as tape:

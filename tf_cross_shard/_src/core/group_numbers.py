@@ -41,7 +41,10 @@ _engines: Final[
 
 
 def current_group() -> Any:
-  """Returns the group that a step or `as_group` has set; None without one."""
+  """Returns the number of the group whose values are read now, or None.
+
+  A step sets it to the calling replica's group, and `as_group` to its argument.
+  """
   return _my_group.get()
 
 
@@ -292,7 +295,7 @@ class GroupNumbers(tf.__internal__.tracking.Trackable):
     return tf.convert_to_tensor(variable)
 
   def read(self) -> list[float]:
-    """Returns the numbers, eagerly."""
+    """Returns the present numbers of all groups. Call it outside of steps."""
     for variable in self._variables.values():
       return [float(number) for number in variable.numpy()]
     return list(self._numbers)

@@ -80,7 +80,7 @@ GroupNumber.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
 
 
 def is_nonzero(number: float) -> tf.Tensor | bool:
-  """Returns whether a number is not 0: a tensor, if groups may differ."""
+  """Returns whether a setting is not 0; a boolean tensor for a GroupNumber."""
   if isinstance(number, GroupNumber):
     return tf.not_equal(tf.convert_to_tensor(number, tf.float64), 0.0)
   return number != 0
@@ -156,7 +156,7 @@ class GroupSettings:
     }
 
   def in_force(self) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which the optimizer has this group's numbers."""
+    """Returns a context in which the optimizer has the replica's settings."""
     numbers = {
       name: self._number(name, float(vars(self._optimizer)[name] or 0.0))
       for name in set(self.numbers) - {*settings_lib.LIMITS}

@@ -1,4 +1,4 @@
-"""Compression rounds each number once."""
+"""`compress` rounds each number to half precision, and only once."""
 
 import hypothesis
 import hypothesis.extra.numpy as hnp

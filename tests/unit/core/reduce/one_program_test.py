@@ -252,7 +252,7 @@ def test_rows_are_gathered_by_vectorized_replicas() -> None:
 
 
 def test_what_a_strategy_is() -> None:
-  """One program, models, vectorized, and the number of copies."""
+  """What the package asks of a strategy: its program, and its copies."""
   for strategy, is_one, are_models, is_vectorized, copies in (
     (testbed.virtual(2), True, False, False, 2),
     (VectorizedStrategy(3), True, True, True, 3),

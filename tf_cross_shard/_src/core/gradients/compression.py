@@ -16,7 +16,7 @@ WIRE_DTYPES: Final = (tf.bfloat16, tf.float16)
 
 
 def as_wire_dtype(wire_dtype: Any) -> tf.DType | None:
-  """Returns the dtype that the argument `wire_dtype` names; None for None.
+  """Returns the argument `wire_dtype` as a dtype; None stays None.
 
   >>> as_wire_dtype("bfloat16").name
   'bfloat16'

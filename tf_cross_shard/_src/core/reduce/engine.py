@@ -94,9 +94,10 @@ class Engine(abc.ABC):
     return value
 
   def equalize(self, variables: Iterable[Variable]) -> None:
-    """Gives all members of a group the bits of its first member.
+    """Copies the variables of each group's first member to all its members.
 
-    Engines whose members compute the same bits do nothing.
+    It does nothing if members compute exactly equal numbers, as on devices of
+    their own.
     """
     del variables
 
