@@ -20,7 +20,7 @@ from absl import logging
 from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import (
   checkpoint,
@@ -178,7 +178,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     path = self._files.newest()
     keras_fit.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
-    rates = names_lib.rate_variables(optimizer)
+    rates = nested_lib.rate_variables(optimizer)
     copies = self.state_of_groups().copies
     replicas = range(copies.engine.num_replicas)
     # The rates of a PerGroup are one variable.

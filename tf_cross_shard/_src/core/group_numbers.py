@@ -27,7 +27,7 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import isolation
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested
 
 # An int, or a scalar tensor or variable. Each thread has its own value, because
 # replicas may be threads.
@@ -214,7 +214,7 @@ def row_of_group(values: Any, groups: Any, argument: str) -> tf.Tensor:
 def _resolved(groups: Any, is_replica: bool) -> groups_lib.Groups | None:
   """Returns the groups of an argument; None if no replica needs them."""
   if hasattr(groups, "apply_gradients"):
-    return names_lib.groups_of(groups)
+    return nested.groups_of(groups)
   if groups is not None:
     return settings_lib.required_groups(groups)
   if not is_replica:

@@ -15,15 +15,16 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import (
   loss_check,
   loss_factor,
+  optimizer_state,
   reduce,
+  setting_properties,
   single_program,
   validation,
-  wrapper_state,
 )
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
+from tf_cross_shard._src.core.facade import arguments, facade
 from tf_cross_shard._src.core.gradients import differentiate
 from tf_cross_shard._src.core.wrapped import keras_private
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 # Makes the properties `clipnorm`, `wire_dtype` and so on: one for each field of
 # `settings.Settings`.
-@settings_lib.with_properties
-class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
+@setting_properties.with_properties
+class CrossShardOptimizer(facade.Facade):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   Use it with `model.compile` and `fit`, or in a training loop, on one device or
@@ -73,7 +74,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     tf.compat.v1.tpu.CrossShardOptimizer. This class has all of its members.
   """
 
-  @wrapper_lib.suggesting
+  @arguments.suggesting
   def __init__(
     self,
     opt: "validation.Optimizer | str | dict[str, Any]",
@@ -200,15 +201,11 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     engine = reduce.for_strategy(
       self._wrapped.strategy, settings.group_assignment
     )
-    per_group_lib.check_rates_of(opt, engine.groups, self._package)
-    per_group_lib.create_rates(opt, self._package)
-    self._wrapper_state.pipeline = pipeline_lib.GradientPipeline(
+    per_group_lib.check_rates_of(opt, engine.groups, self._binding.package)
+    per_group_lib.create_rates(opt, self._binding.package)
+    vars(self)["_pipeline"] = pipeline_lib.GradientPipeline(
       settings, self._wrapped, engine
     )
-
-  @property
-  def _pipeline(self) -> pipeline_lib.GradientPipeline:
-    return wrapper_state.pipeline_of(self)
 
   @property
   def learning_rate(self) -> Any:
@@ -216,7 +213,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
     In a replica, a `schedules.PerGroup` is the rate of the replica's group.
     """
-    pipeline = wrapper_state.find_pipeline(self)
+    pipeline = optimizer_state.find_pipeline(self)
     if pipeline is None:
       return None
     with pipeline.in_my_group():
@@ -224,7 +221,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
   @learning_rate.setter
   def learning_rate(self, value: Any) -> None:
-    pipeline = wrapper_state.find_pipeline(self)
+    pipeline = optimizer_state.find_pipeline(self)
     if pipeline is None:  # Keras' constructor is running.
       return
     opt = pipeline.wrapped.optimizer
@@ -235,10 +232,10 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
         " callbacks.GroupReduceLROnPlateau; instead of LearningRateScheduler,"
         " use a PerGroup of schedules."
       )
-    schedule = per_group_lib.schedule_class(self._package)
+    schedule = per_group_lib.schedule_class(self._binding.package)
     per_group_lib.check_rates(value, self.groups, schedule)
     opt.learning_rate = value
-    per_group_lib.create_rates(opt, self._package)
+    per_group_lib.create_rates(opt, self._binding.package)
 
   @property
   def update_step(self) -> Any:
@@ -246,7 +243,7 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
 
     An optimizer of your own around this one may call it if there is one group.
     """
-    pipeline = wrapper_state.find_pipeline(self)
+    pipeline = optimizer_state.find_pipeline(self)
     wrapped = self._wrapped.optimizer
     if pipeline is None or (
       pipeline.engine.groups.num_groups == 1
@@ -396,26 +393,6 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
     validation.check_global_step(global_step)
     return self._perform(pipeline_lib.Call(grads, variables, global_step, name))
 
-  def build(self, variables: "Iterable[validation.Variable]") -> None:
-    """Creates the slots of `opt`.
-
-    Args:
-      variables: All variables that you will train with this optimizer.
-
-    Raises:
-      DisagreementError: If another worker has different variables, settings or
-        libraries.
-      NotImplementedError: If a variable is a float8 scale of Keras.
-      RuntimeError: If a replica would create slots only for itself. Call
-        `build` inside `strategy.scope()`, but outside `strategy.run`.
-    """
-    trained = list(variables)
-    # Creating slots waits for all workers. Compare first, so that a difference
-    # raises an error instead of a hang.
-    if not self._wrapped.is_built:
-      self._pipeline.checks.compare_workers_before_build(trained)
-    super().build(trained)
-
   def update_by_rows(
     self,
     var_list: "Iterable[validation.Variable] | None" = None,
@@ -465,6 +442,13 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
   ) -> differentiate.Pairs:
     return self._pipeline.differentiate(loss, var_list, tape, default, options)
 
+  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
+    """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
+    if self._wrapped.is_called_by_loss_scaler:
+      self._pipeline.apply_for_loss_scaler(grads, variables)
+    else:
+      self._perform(pipeline_lib.Call(grads, variables, through_apply=True))
+
   def _perform(self, call: pipeline_lib.Call) -> Any:
     """Checks the call, and takes the step."""
     pipeline = self._pipeline
@@ -487,14 +471,19 @@ class CrossShardOptimizer(wrapper_lib.OptimizerWrapper):
       return tf.function(lambda: pipeline.take(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
-    self._pipeline.checks.check_strategy_of(variables)
+    checks = self._pipeline.checks
+    # Creating slots waits for all workers. Compare first, so that a difference
+    # raises an error instead of a hang.
+    if not self._wrapped.is_built:
+      checks.compare_workers_before_build(variables)
+    checks.check_strategy_of(variables)
     self._pipeline.build(variables)
 
   def _config(self) -> dict[str, Any]:
     return self._pipeline.current_settings().to_config()
 
   def _before_saving(self) -> None:
-    pipeline = wrapper_state.find_pipeline(self)
+    pipeline = optimizer_state.find_pipeline(self)
     if pipeline is not None:
       whole = self._wrapped.whole
       loss_scale = keras_private.loss_scale(self._wrapped.optimizer)

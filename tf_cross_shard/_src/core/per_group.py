@@ -12,7 +12,7 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 
 class PerGroup(tf.__internal__.tracking.Trackable):
@@ -271,14 +271,14 @@ def check_rates_of(
   optimizer: Optimizer, groups: groups_lib.Groups, package: str
 ) -> None:
   """Raises `ValueError` for a `PerGroup` in `optimizer` that does not fit."""
-  for nested in names_lib.nested_optimizers(optimizer):
+  for nested in nested_lib.nested_optimizers(optimizer):
     rates = keras_private.rates_and_schedules(nested)
     check_rates(rates, groups, schedule_class(package))
 
 
 def create_rates(optimizer: Optimizer, package: str) -> None:
   """Creates the variables of every `PerGroup` in `optimizer`."""
-  for nested in names_lib.nested_optimizers(optimizer):
+  for nested in nested_lib.nested_optimizers(optimizer):
     rates = keras_private.rates_and_schedules(nested)
     for per_group in _per_groups(rates, schedule_class(package)):
       per_group.create(keras_private.strategy(nested))
@@ -286,7 +286,7 @@ def create_rates(optimizer: Optimizer, package: str) -> None:
 
 def rates_of(optimizer: Optimizer) -> PerGroup | None:
   """Returns the PerGroup that is the learning rate of an optimizer, or None."""
-  for nested in names_lib.nested_optimizers(optimizer):
+  for nested in nested_lib.nested_optimizers(optimizer):
     for rate in keras_private.rates_and_schedules(nested):
       if isinstance(rate, PerGroup):
         return rate

@@ -12,7 +12,7 @@ which may differ between two programs that train the same model.
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, Final
 
 import tensorflow as tf
@@ -28,6 +28,11 @@ def is_variable(value: object) -> bool:
   # Do not import Keras: if it is not imported, no Keras variable exists.
   keras_variable = getattr(sys.modules.get("keras"), "Variable", ())
   return isinstance(value, (tf.Variable, keras_variable))
+
+
+def each_once(variables: Iterable[Variable]) -> list[Variable]:
+  """Returns the variables without repetitions; they cannot be in a set."""
+  return list({id(variable): variable for variable in variables}.values())
 
 
 def native(variable: Variable) -> Variable:

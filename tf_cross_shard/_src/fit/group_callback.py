@@ -19,10 +19,11 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import optimizer_state, validation
 from tf_cross_shard._src.core import per_group as per_group_lib
-from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.replica_state import group_state
 
 # All callbacks for which a `fit` has begun.
@@ -40,13 +41,13 @@ def group_names(optimizer: Any) -> list[str]:
   program begins, such as `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and
   so on.
   """
-  groups = names_lib.groups_of(optimizer)
+  groups = nested_lib.groups_of(optimizer)
   names = getattr(groups, "names", None)
   if names is None:
     rates = per_group_lib.rates_of(optimizer)
     is_numbers = rates is not None and not any(map(callable, rates.rates))
     settings = {"lr": rates.numbers} if rates is not None and is_numbers else {}
-    for pipeline in names_lib.pipelines_of(optimizer):
+    for pipeline in optimizer_state.pipelines_of(optimizer):
       settings |= pipeline.group_settings.numbers
     parts = [
       [f"{name}={number:g}" for number in numbers.initial]
@@ -151,7 +152,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     super().set_model(model)
     layers = keras_private.layers(model)
     optimizer = getattr(model, "optimizer", None)
-    for warnings in names_lib.group_warnings_of(optimizer):
+    for warnings in optimizer_state.group_warnings_of(optimizer):
       warnings.check_layers(layers)
 
   def set_params(self, params: Any) -> None:
@@ -185,7 +186,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   @property
   def keys(self) -> list[str]:
     """How the names of each group's metrics end: its name, or `group_0`."""
-    groups = names_lib.groups_of(self.model.optimizer)
+    groups = nested_lib.groups_of(self.model.optimizer)
     names = groups.names or ()
     if not names or "ensemble" in names:
       return [f"group_{i}" for i in range(groups.num_groups)]
@@ -220,7 +221,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   def on_test_begin(self, logs: Any = None) -> None:
     """Warns, once, that Keras' `evaluate` mixes the groups."""
-    for warnings in names_lib.group_warnings_of(self.model.optimizer):
+    for warnings in optimizer_state.group_warnings_of(self.model.optimizer):
       warnings.before_evaluating()
 
   def on_predict_begin(self, logs: Any = None) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 from tf_cross_shard._src.replica_state import paths as paths_lib
@@ -142,7 +142,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
 
   def _read(self) -> dict[str, Any]:
     """Returns the best values in the file; keeps the groups' arrays."""
-    groups = names_lib.groups_of(self.model.optimizer)
+    groups = nested_lib.groups_of(self.model.optimizer)
     with archive.reading(self._path) as file:
       self._kept = {n: file[n] for n in file if n.startswith("group_")}
       numbers = {

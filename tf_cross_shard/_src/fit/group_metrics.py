@@ -22,12 +22,16 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import group_numbers, single_program
+from tf_cross_shard._src.core import (
+  group_numbers,
+  optimizer_state,
+  single_program,
+)
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import (
   group_callback,
   group_evaluation,
@@ -191,7 +195,7 @@ class GroupMetrics(group_callback.GroupCallback):
   def on_train_begin(self, logs: Any = None) -> None:
     super().on_train_begin(logs)
     self._check_strategy()
-    for warnings in names_lib.group_warnings_of(self.model.optimizer):
+    for warnings in optimizer_state.group_warnings_of(self.model.optimizer):
       warnings.is_evaluated_by_group = True
     if self.prefix in self.prefixes_before():
       raise ValueError(
@@ -330,7 +334,7 @@ class GroupMetrics(group_callback.GroupCallback):
     """
     assert self._of_models is not None
     values = self._of_models.read(self.model)
-    groups = names_lib.groups_of(self.model.optimizer)
+    groups = nested_lib.groups_of(self.model.optimizer)
     return {
       f"{prefix}{name}/{key}": of_model[members[0]]
       for name, of_model in values.items()
@@ -397,7 +401,7 @@ class GroupMetrics(group_callback.GroupCallback):
       return {}
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
-    groups = names_lib.groups_of(self.model.optimizer, copies.engine.strategy)
+    groups = nested_lib.groups_of(self.model.optimizer, copies.engine.strategy)
     for tracker in trackers:
       # The tracker has two variables, with a value in each replica.
       total, count = (copies.read(v, replicas) for v in tracker)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 
 def check(model: Any, caller: str) -> None:
@@ -23,7 +23,7 @@ def check(model: Any, caller: str) -> None:
       f"{caller} sets learning rates, but PerGroup holds schedules:"
       f" {rates.rates}. Pass numbers to PerGroup."
     )
-  if len(names_lib.rate_variables(model.optimizer)) != 1:
+  if len(nested_lib.rate_variables(model.optimizer)) != 1:
     raise TypeError(
       f"{caller} needs an optimizer with one learning rate that can be set, not"
       " a schedule. Give it a number, or schedules.PerGroup of numbers."
@@ -56,7 +56,7 @@ def _of_number(
   model: Any,
 ) -> tuple[Any, replicas_lib.Copies, groups_lib.Groups]:
   """Returns the variable of a learning rate, its copies, and the groups."""
-  [variable] = names_lib.rate_variables(model.optimizer)
+  [variable] = nested_lib.rate_variables(model.optimizer)
   copies = replicas_lib.Copies(model.distribute_strategy)
-  groups = names_lib.groups_of(model.optimizer, copies.engine.strategy)
+  groups = nested_lib.groups_of(model.optimizer, copies.engine.strategy)
   return variable, copies, groups

@@ -31,14 +31,14 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import group_state
 
@@ -292,7 +292,7 @@ class OuterOptimizer(group_callback.GroupCallback):
       optimizer=outer.get_config(),
     )
     copies = replicas_lib.Copies(
-      wrapper_state.pipeline_of(trained_by).engine.strategy
+      optimizer_state.pipeline_of(trained_by).engine.strategy
     )
     copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
@@ -319,7 +319,7 @@ def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
   """
   all_nested = [
     nested
-    for nested in names_lib.nested_optimizers(optimizer)
+    for nested in nested_lib.nested_optimizers(optimizer)
     if isinstance(nested, CrossShardOptimizer)
   ]
   if not all_nested:
@@ -347,10 +347,11 @@ def _make_outer_optimizer(
   `optimizer` trains the groups. `outer` is an optimizer of the same Keras, or
   its name; None for the optimizer of the DiLoCo paper.
   """
-  keras = sys.modules[wrapper_state.package_of(optimizer)].optimizers
+  pipeline = optimizer_state.pipeline_of(optimizer)
+  keras = sys.modules[pipeline.wrapped.package].optimizers
   if outer is None:
     outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
-  with wrapper_state.pipeline_of(optimizer).engine.making_variables():
+  with pipeline.engine.making_variables():
     copied: Optimizer = keras.get(outer)
     config = copied.get_config()
     if "name" in config:
@@ -402,7 +403,7 @@ def _make_step(
   The function returns a boolean for each replica: whether the outer gradient
   was finite. If it was not, the step changes nothing on any replica.
   """
-  engine = wrapper_state.pipeline_of(outer).engine
+  engine = optimizer_state.pipeline_of(outer).engine
   with engine.making_variables():
     outer.build(anchors)
   natives = [variables_lib.native(anchor) for anchor in anchors]
@@ -456,7 +457,7 @@ class _State:
     self.trained_by = trained_by
     self.weights = list(weights)
     self.optimizer = optimizer
-    pipeline = wrapper_state.pipeline_of(trained_by)
+    pipeline = optimizer_state.pipeline_of(trained_by)
     with pipeline.engine.making_variables():
       self.anchors = [
         pipeline.wrapped.make_variable(
@@ -467,7 +468,7 @@ class _State:
     self._outer_step = _make_step(optimizer, self.anchors, self.weights)
     if has_warmup:
       # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
-      keras = sys.modules[wrapper_state.package_of(trained_by)]
+      keras = sys.modules[pipeline.wrapped.package]
       sgd = keras.optimizers.SGD(1.0)
       average = _make_outer_optimizer(trained_by, sgd, optimizer.wire_dtype)
       self._averaging_step = _make_step(average, self.anchors, self.weights)
@@ -476,7 +477,7 @@ class _State:
       self.calls = tf.Variable(
         0, trainable=False, dtype=tf.int64, name="outer_calls"
       )
-    outer_variables = [v for _, v in names_lib.state_variables(optimizer)]
+    outer_variables = [v for _, v in optimizer_state.state_variables(optimizer)]
     pipeline.attached = (self.calls, *self.anchors, *outer_variables)
 
   def count(self, calls: int) -> tuple[int, int]:
@@ -486,7 +487,7 @@ class _State:
     """
     before = int(self.calls.numpy())
     self.calls.assign_add(calls)
-    window = wrapper_state.pipeline_of(self.trained_by).calls_per_step
+    window = optimizer_state.pipeline_of(self.trained_by).calls_per_step
     return before // window, (before + calls) // window
 
   def synchronize(self, is_warmup: bool) -> bool:
@@ -497,7 +498,7 @@ class _State:
     is_finite = self._averaging_step() if is_warmup else self._outer_step()
     # Otherwise you would get a warning that something made the groups equal.
     group_state.accept_values(self.trained_by)
-    strategy = wrapper_state.pipeline_of(self.trained_by).engine.strategy
+    strategy = optimizer_state.pipeline_of(self.trained_by).engine.strategy
     # All replicas return the same.
     return bool(strategy.experimental_local_results(is_finite)[0])
 
@@ -509,7 +510,7 @@ class _State:
     that change for a gradient. Where groups differ, nothing happens.
     """
     copies = replicas_lib.Copies(
-      wrapper_state.pipeline_of(self.trained_by).engine.strategy
+      optimizer_state.pipeline_of(self.trained_by).engine.strategy
     )
     copies.compare_workers("the anchor of an OuterOptimizer")
     if all(len(set(row)) == 1 for row in copies.digests(self.weights)):

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import group_numbers, settings, validation
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 # Keras' layer creates a random number generator if its rate is not 0.
 _ANY_RATE: Final = 0.5
@@ -74,7 +74,7 @@ class GroupDropoutBase(abc.ABC):
         strategy's CrossShardOptimizer, the first step raises the error.
     """
     if hasattr(groups, "apply_gradients"):
-      groups = names_lib.groups_of(groups)
+      groups = nested_lib.groups_of(groups)
     groups = settings.as_groups(groups)
     if not isinstance(rates, group_numbers.GroupValue):
       rates = _checked(rates, groups)

@@ -5,8 +5,8 @@
 import random
 from typing import Any
 
+from tf_cross_shard._src.catalogue import documented
 from tf_cross_shard._src.core import versions
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 
 versions.check_tf_keras()
 
@@ -21,7 +21,7 @@ from tf_cross_shard._src.layers import (
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
+@documented
 class SyncBatchNormalization(
   group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
 ):
@@ -44,7 +44,7 @@ class SyncBatchNormalization(
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
+@documented
 class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
   """Keras' `Embedding`, except that it reads only the rows of the batch.
 
@@ -63,7 +63,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
+@documented
 class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Dropout):
   """Dropout with a rate for each group.
 

@@ -19,6 +19,7 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private, kernels, v1
 from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -225,7 +226,7 @@ def _state(
   """Yields slots, other variables, and the number of steps as the last one."""
   base_optimizer = wrapped_lib.base_optimizer(optimizer)
   # With `shard_update`, slots are in parts; this state has whole slots.
-  state = names_lib.sharded_state(optimizer) or wrapped_lib.adapter_of(
+  state = nested_lib.sharded_state(optimizer) or wrapped_lib.adapter_of(
     base_optimizer
   )
   v1_names = _v1_names(base_optimizer)
@@ -236,7 +237,7 @@ def _state(
   factor = (
     _factor_of_momentum(base_optimizer) if is_sgd and not is_idle else 1.0
   )
-  rates = names_lib.rate_variables(base_optimizer)
+  rates = nested_lib.rate_variables(base_optimizer)
   known = {id(base_optimizer.iterations), *map(id, rates)}
   for weight in trained:
     source = sources.get(weight.name)

@@ -15,10 +15,10 @@ import tensorflow as tf
 from absl import logging
 from etils import epath
 
+from tf_cross_shard._src.core import optimizer_state, single_program, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
@@ -118,7 +118,7 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
     OSError: If the file cannot be read.
   """
   restored = restore_file(paths_lib.as_path(path), optimizer, model)
-  if not restored.is_exact and names_lib.windows(optimizer):
+  if not restored.is_exact and optimizer_state.windows(optimizer):
     logging.warning(
       "Accumulation windows start again: the groups in the file have another"
       " size."
@@ -127,7 +127,7 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
 def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
   """Restores a file that `save` or `BackupAndRestore` wrote; see `restore`."""
-  names_lib.check_optimizer(optimizer)
+  nested_lib.check_optimizer(optimizer)
   topic = f"restoring {target.name}"
   if len(tracked.optimizers(optimizer, model)) > 1:
     _build_saved(target, optimizer, model)
@@ -227,7 +227,7 @@ def values_of_group(
 
 def _build(optimizer: Any, model: Any) -> None:
   """Builds an optimizer on the trainable variables, unless it is built."""
-  layers = list(names_lib.nested_optimizers(optimizer))
+  layers = list(nested_lib.nested_optimizers(optimizer))
   # The outermost optimizer builds all the others. A LossScaleOptimizer around a
   # CrossShardOptimizer may not be built although the CrossShardOptimizer is.
   # Until the LossScaleOptimizer is built, there is no variable into which its
@@ -353,7 +353,7 @@ def plan(
   """
   replicas = state.copies.engine.replicas_here
   groups = {replica: state.groups.index_of(replica) for replica in replicas}
-  windows = set(map(id, names_lib.windows(state.optimizer)))
+  windows = set(map(id, optimizer_state.windows(state.optimizer)))
   values_of_entries = []
   for entry in state.entries:
     saved: dict[int, list[archive.Array]] = {}

@@ -21,7 +21,7 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
 _CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
@@ -179,7 +179,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
     origins[receiver] = giver
   state.compare_workers(f"copying group {source} to group {target}")
   group_state.warn_if_collapsed(state.optimizer)
-  kept = set(map(id, names_lib.rate_variables(state.optimizer)))
+  kept = set(map(id, nested_lib.rate_variables(state.optimizer)))
   here = state.copies.engine.replicas_here
   for entry in state.entries:
     is_integer_model_variable = entry.name.startswith("model/") and (

@@ -14,10 +14,12 @@ import numpy as np
 import tensorflow as tf
 from etils import epath
 
+from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.replica_state import archive, tracked
 
 FORMAT: Final = "tf_cross_shard.replica_state"
@@ -86,7 +88,7 @@ class GroupState:
         only the groups are read from the optimizer, which need not be built.
     """
     if optimizer is not None:
-      names_lib.check_optimizer(optimizer)
+      nested_lib.check_optimizer(optimizer)
     self.optimizer = optimizer
     self.entries: list[Entry] = []
     if with_optimizer:
@@ -94,11 +96,11 @@ class GroupState:
       if list(every) != [""]:
         self.optimizer = list(every.values())
       # Optimizer state in which members of a group may differ.
-      windows = set(map(id, names_lib.windows(self.optimizer)))
+      windows = set(map(id, optimizer_state.windows(self.optimizer)))
       self.entries = [
         Entry(f"optimizer/{path}{name}", v, id(v) not in windows)
         for path, own in every.items()
-        for name, v in names_lib.state_variables(own)
+        for name, v in optimizer_state.state_variables(own)
       ]
     # A variable that the optimizer and the model share is listed once.
     by_id = {id(replicas_lib.native(v)): v for v in variables_of(model)}
@@ -113,7 +115,7 @@ class GroupState:
       for name, variable in zip(names_lib.unique(paths), variables, strict=True)
     ]
     self.copies = replicas_lib.Copies(_strategy_of(self.entries))
-    self.groups = names_lib.groups_of(
+    self.groups = nested_lib.groups_of(
       self.optimizer, self.copies.engine.strategy
     )
     self._trained = {}
@@ -319,13 +321,13 @@ def key(name: str, group: int, member: int | None = None) -> str:
 
 def warn_if_collapsed(optimizer: Any) -> None:
   """Warns if something other than the optimizer made the groups equal."""
-  for warnings in names_lib.group_warnings_of(optimizer):
+  for warnings in optimizer_state.group_warnings_of(optimizer):
     warnings.check()
 
 
 def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
-  for warnings in names_lib.group_warnings_of(optimizer):
+  for warnings in optimizer_state.group_warnings_of(optimizer):
     warnings.accept()
 
 

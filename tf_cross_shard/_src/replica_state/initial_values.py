@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core import group_numbers, validation
+from tf_cross_shard._src.core import group_numbers, optimizer_state, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
@@ -136,18 +136,18 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
   for own in tracked.with_state(optimizer, model).values():
     if not tracked.is_built(own):
       continue
-    outermost, *_ = nested = list(names_lib.nested_optimizers(own))
+    outermost, *_ = nested = list(nested_lib.nested_optimizers(own))
     # Not all optimizers of tf_keras tell what they train.
     trained = tracked.trained_by(own) or model.trainable_variables
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
       create = getattr(copy, "build", None) or copy._create_all_weights
       create(trained)
-    kept = set(map(id, names_lib.rate_variables(own)))
-    initial = names_lib.state_variables(copy)
+    kept = set(map(id, nested_lib.rate_variables(own)))
+    initial = optimizer_state.state_variables(copy)
     pairs += [
       (variable, _of_name(name, initial))
-      for name, variable in names_lib.state_variables(own)
+      for name, variable in optimizer_state.state_variables(own)
       if id(variable) not in kept
     ]
   return pairs

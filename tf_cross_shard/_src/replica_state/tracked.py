@@ -12,18 +12,18 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core import wrapper_state
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.replica_state import archive
 
 
 def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
   """Returns an optimizer, by "", and others that a model tracks, by place."""
   found: dict[str, Any] = {"": optimizer}
-  known = set(map(id, names_lib.nested_optimizers(optimizer)))
+  known = set(map(id, nested_lib.nested_optimizers(optimizer)))
   for path, value in _walk(model, "model", set()):
-    inside = list(names_lib.nested_optimizers(value))
+    inside = list(nested_lib.nested_optimizers(value))
     if not known.intersection(map(id, inside)):
       found[f"{path}/"] = value
     known.update(map(id, inside))
@@ -37,11 +37,11 @@ def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
   if len(every) == 1 or not built:
     return {"": optimizer}
   groups = {
-    path: names_lib.groups_of(o).to_lists()
+    path: nested_lib.groups_of(o).to_lists()
     for path, o in built.items()
     if any(
       isinstance(getattr(nested, "groups", None), groups_lib.Groups)
-      for nested in names_lib.nested_optimizers(o)
+      for nested in nested_lib.nested_optimizers(o)
     )
   }
   if any(own != next(iter(groups.values())) for own in groups.values()):
@@ -93,7 +93,7 @@ def build(
         " which is not built, and does not say what it trains. Call its"
         " build(variables) first, inside `with strategy.scope():`."
       )
-    *_, base_optimizer = names_lib.nested_optimizers(own)
+    *_, base_optimizer = nested_lib.nested_optimizers(own)
     with keras_private.strategy(base_optimizer).scope():
       own.build([variables[name] for name in names])
 
@@ -103,12 +103,12 @@ def trained_by(optimizer: Any) -> list[Any]:
 
   The list is empty for an optimizer that does not tell.
   """
-  for nested in names_lib.nested_optimizers(optimizer):
-    wrapper = wrapper_state.find(nested)
+  for nested in nested_lib.nested_optimizers(optimizer):
+    wrapped = wrapped_lib.find(nested)
     variables = list(
       keras_private.trained(nested)
-      if wrapper is None
-      else wrapper.wrapped.whole.trainable_variables
+      if wrapped is None
+      else wrapped.whole.trainable_variables
     )
     if variables:
       return variables
@@ -117,7 +117,7 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 def is_built(optimizer: Any) -> bool:
   return any(
-    map(keras_private.is_built, names_lib.nested_optimizers(optimizer))
+    map(keras_private.is_built, nested_lib.nested_optimizers(optimizer))
   )
 
 

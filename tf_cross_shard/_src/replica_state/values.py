@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core import wrapper_state
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.replica_state import archive, group_state
 
 
@@ -55,14 +55,14 @@ def group_values(variable: Any, optimizer: Any) -> list[archive.Array]:
     ValueError: If the optimizer's groups have another number of replicas than
       the variable.
   """
-  names_lib.check_optimizer(optimizer)
+  nested_lib.check_optimizer(optimizer)
   group_state.warn_if_collapsed(optimizer)
   strategy = replicas_lib.strategy_of(variable)
   if strategy is None:
-    groups = names_lib.groups_of(optimizer)
+    groups = nested_lib.groups_of(optimizer)
     return values(variable) * groups.num_groups
   copies = replicas_lib.Copies(strategy)
-  groups = names_lib.groups_of(optimizer, copies.engine.strategy)
+  groups = nested_lib.groups_of(optimizer, copies.engine.strategy)
   copies.compare_workers(f"reading values of groups of {_name(variable)}")
   return copies.read(variable, [members[0] for members in groups])
 
@@ -133,9 +133,9 @@ def _name(variable: Any) -> str:
 
 def _slots(optimizer: Any, variables: list[Any]) -> list[Any]:
   """Returns the optimizer's slots of the variables, each slot once."""
-  layers = names_lib.nested_optimizers(optimizer)
-  wrappers = filter(None, map(wrapper_state.find, layers))
-  states = [wrapper.wrapped.whole.slots for wrapper in wrappers]
+  layers = nested_lib.nested_optimizers(optimizer)
+  wrappers = filter(None, map(wrapped_lib.find, layers))
+  states = [wrapped.whole.slots for wrapped in wrappers]
   if not states:
     raise ValueError(
       "`slots` needs a CrossShardOptimizer, which lists its slots; got"

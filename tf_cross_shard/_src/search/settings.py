@@ -4,9 +4,9 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tf_cross_shard._src.core import group_numbers
+from tf_cross_shard._src.core import group_numbers, optimizer_state
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.fit import group_rates
 from tf_cross_shard._src.search import study as study_lib
@@ -39,7 +39,7 @@ class TrialSettings:
     new = (set(settings) & own) - {_RATE, *before, *self.values}
     if not new:
       return
-    if not names_lib.pipelines_of(model.optimizer):
+    if not optimizer_state.pipelines_of(model.optimizer):
       kind = type(model.optimizer).__name__
       raise ValueError(
         f"`suggest` returns {sorted(new)}, but {kind} has one number for all"
@@ -53,8 +53,8 @@ class TrialSettings:
 
   def variables(self, optimizer: Any) -> list[Any]:
     """Returns the variables that are settings, not state of a trial."""
-    settings = list(names_lib.rate_variables(optimizer))
-    for pipeline in names_lib.pipelines_of(optimizer):
+    settings = list(nested_lib.rate_variables(optimizer))
+    for pipeline in optimizer_state.pipelines_of(optimizer):
       settings += pipeline.group_settings.variables
     return settings
 

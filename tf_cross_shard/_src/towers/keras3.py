@@ -4,14 +4,16 @@ from typing import Any
 
 import keras
 
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
-from tf_cross_shard._src.core.keras3 import wrapper
+from tf_cross_shard._src.catalogue import documented
+from tf_cross_shard._src.core.keras3 import binding
 from tf_cross_shard._src.towers import tower_optimizer
 
 
-@wrapper_lib.documented
+@documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
+class TowerOptimizer(
+  tower_optimizer.TowerOptimizer, keras.optimizers.Optimizer
+):
   """Sums gradients over the towers of a model function and applies them once.
 
   This class wraps a `keras.optimizers.Optimizer`.
@@ -26,6 +28,8 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
   2.0
   """
 
+  _binding = binding.BINDING
+
   def scale_loss(self, loss: Any) -> Any:
     """Scales a loss as `compute_gradients` does, before you differentiate it.
 
@@ -37,9 +41,3 @@ class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.Keras3Wrapper):
       towers if `loss_reduction` is `"mean"`.
     """
     return self._wrapped.optimizer.scale_loss(loss) * self._factor()
-
-  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Collects gradients in a tower; applies them immediately anywhere else."""
-    # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
-    # override.
-    self._collect_or_apply(self._wrapped.apply, grads, variables)

@@ -5,15 +5,15 @@ from typing import Any
 
 import tf_keras as keras
 
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
+from tf_cross_shard._src.catalogue import documented
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.tf_keras import wrapper
+from tf_cross_shard._src.core.tf_keras import facade
 from tf_cross_shard._src.towers import tower_optimizer
 
 
-@wrapper_lib.documented
+@documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(tower_optimizer.TowerOptimizer, wrapper.TfKerasWrapper):
+class TowerOptimizer(tower_optimizer.TowerOptimizer, facade.TfKerasFacade):
   """Sums gradients over the towers of a model function and applies them once.
 
   This class wraps an optimizer of tf_keras, legacy or not.

@@ -16,9 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import validation, wrapper_state
+from tf_cross_shard._src.core import optimizer_state, validation
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
+from tf_cross_shard._src.core.facade import facade as facade_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
   differentiate,
@@ -28,7 +28,7 @@ from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.towers import gradient_collector
 
 
-class TowerOptimizer(wrapper_lib.OptimizerWrapper):
+class TowerOptimizer(facade_lib.Facade):
   """Sums gradients over the towers of a model function and applies them once.
 
   Inside a function created by `replicate_model_fn`, which documents the
@@ -132,12 +132,10 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     return self._collect_or_apply(apply, grads, variables)
 
   @classmethod
-  def _check_wrapper_within(
-    cls, wrapper: wrapper_lib.OptimizerWrapper, opt: Any
-  ) -> None:
-    if isinstance(wrapper, TowerOptimizer):
-      super()._check_wrapper_within(wrapper, opt)
-    elif wrapper is not opt:
+  def _check_facade_within(cls, facade: facade_lib.Facade, opt: Any) -> None:
+    if isinstance(facade, TowerOptimizer):
+      super()._check_facade_within(facade, opt)
+    elif facade is not opt:
       name = type(opt).__name__
       raise ValueError(
         f"`{cls._argument}` must not be a {name} around a CrossShardOptimizer:"
@@ -167,7 +165,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     """
     optimizer = self._wrapped.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
-      wrapper_state.pipeline_of(optimizer).checks.check_place()
+      optimizer_state.pipeline_of(optimizer).checks.check_place()
     if self._wrapped.is_built:
       validation.check_known(variables, self._wrapped.knows)
 
@@ -199,7 +197,7 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     # The tower's tape must not record the computation of gradients.
     with of_tower.stop_recording() if of_tower else contextlib.nullcontext():
       if isinstance(optimizer, CrossShardOptimizer):
-        pairs = wrapper_state.pipeline_of(optimizer).differentiate(
+        pairs = optimizer_state.pipeline_of(optimizer).differentiate(
           loss, var_list, tape, default, options
         )
       else:
@@ -242,6 +240,12 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
     )
     return tf.identity(self._wrapped.iterations())
 
+  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
+    """Collects gradients in a tower; applies them immediately anywhere else."""
+    # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
+    # override.
+    self._collect_or_apply(self._wrapped.apply, grads, variables)
+
   def _collector(self) -> gradient_collector.GradientCollector | None:
     """Returns the collector of the current tower; checks that it trains."""
     collector = gradient_collector.current()
@@ -282,13 +286,13 @@ class TowerOptimizer(wrapper_lib.OptimizerWrapper):
       1.0 if collector is None else collector.scale(self._wrapped.optimizer)
     )
 
-  def _reduce_before(self, outer_loss_scaler: Any, methods: Any) -> None:
+  def _reduce_before(self, scaler: Any) -> None:
     """Refuses a loss scaling optimizer around this TowerOptimizer.
 
     The loss scaling optimizer would look for overflows in the gradients of one
     tower instead of their sum.
     """
-    name = type(outer_loss_scaler).__name__
+    name = type(scaler).__name__
     raise ValueError(
       f"{name} must not wrap a TowerOptimizer: it would look for an"
       " overflow in the gradients of one tower, not in their sum. Put it"

@@ -24,6 +24,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 class Keras3Adapter(wrapped_lib.WrappedOptimizer):
   """A wrapped `keras.optimizers.Optimizer`."""
 
+  package = "keras"
   sums_rows = False
   _index_attribute = "_trainable_variables_indices"
 

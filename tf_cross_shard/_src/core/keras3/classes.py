@@ -17,17 +17,17 @@ versions.check_keras3()
 import keras
 import tensorflow as tf
 
-from tf_cross_shard._src.core import loss_factor, optimizer
+from tf_cross_shard._src.catalogue import documented
+from tf_cross_shard._src.core import compiled_losses, loss_factor, optimizer
 from tf_cross_shard._src.core import per_group as per_group_lib
-from tf_cross_shard._src.core import pipeline as pipeline_lib
-from tf_cross_shard._src.core.facade import compiled_losses
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
-from tf_cross_shard._src.core.keras3 import wrapper
+from tf_cross_shard._src.core.keras3 import binding
 
 
-@wrapper_lib.documented
+@documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
+class CrossShardOptimizer(
+  optimizer.CrossShardOptimizer, keras.optimizers.Optimizer
+):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   `opt` is a `keras.optimizers.Optimizer`.
@@ -48,6 +48,8 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
   are not in the copy. A copy of a compiled and built model keeps the slots.
   """
 
+  _binding = binding.BINDING
+
   @tf.autograph.experimental.do_not_convert
   def scale_loss(self, loss: Any) -> Any:
     """Returns the loss to differentiate; `model.fit` calls this method.
@@ -67,16 +69,9 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, wrapper.Keras3Wrapper):
       self._pipeline.scale(loss, loss_factor.GLOBAL)
     )
 
-  def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
-    if self._wrapped.is_called_by_loss_scaler:
-      self._pipeline.apply_for_loss_scaler(grads, variables)
-    else:
-      self._perform(pipeline_lib.Call(grads, variables, through_apply=True))
-
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
+@documented
 class PerGroup(
   per_group_lib.PerGroup,
   keras.optimizers.schedules.LearningRateSchedule,

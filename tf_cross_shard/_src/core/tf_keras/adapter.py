@@ -28,6 +28,7 @@ _LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
 class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
   """A wrapped `tf_keras.optimizers.Optimizer`."""
 
+  package = "tf_keras"
   sums_rows = True
   _index_attribute = "_index_dict"
   # The methods that compute gradients. The first method calls the others.

@@ -19,20 +19,22 @@ versions.check_tf_keras()
 import tensorflow as tf
 import tf_keras as keras
 
-from tf_cross_shard._src.core import loss_factor, optimizer, validation
+from tf_cross_shard._src.catalogue import documented
+from tf_cross_shard._src.core import (
+  compiled_losses,
+  loss_factor,
+  optimizer,
+  validation,
+)
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
-from tf_cross_shard._src.core.facade import compiled_losses
-from tf_cross_shard._src.core.facade import wrapper as wrapper_lib
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.tf_keras import wrapper
+from tf_cross_shard._src.core.tf_keras import facade
 
 
-@wrapper_lib.documented
+@documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(
-  optimizer.CrossShardOptimizer, wrapper.TfKerasWrapper
-):
+class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.TfKerasFacade):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   `opt` is a `tf_keras.optimizers.Optimizer` or one of
@@ -145,7 +147,7 @@ class CrossShardOptimizer(
 
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-@wrapper_lib.documented
+@documented
 class PerGroup(
   per_group_lib.PerGroup,
   keras.optimizers.schedules.LearningRateSchedule,

@@ -20,13 +20,16 @@ from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import fused, keras_private, overriding
-from tf_cross_shard._src.core.wrapped import names as names_lib
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
 
 # Replaces `update_step` for row-sparse gradients: it receives `update_step`
 # and then the arguments of `update_step`.
 RowStep = Callable[..., None]
+
+
+# The attribute of a wrapper that holds its WrappedOptimizer.
+ATTRIBUTE: Final = "_wrapped"
 
 
 class WrappedOptimizer(abc.ABC):
@@ -43,10 +46,12 @@ class WrappedOptimizer(abc.ABC):
     checkpointed: The object whose children a checkpoint saves: the optimizer,
       or the view of a sharded optimizer.
     fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
+    package: The Keras of the optimizer: "keras" or "tf_keras".
     sums_rows: Whether the optimizer adds up rows of the same index before it
       updates, and clips row-sparse gradients without making them dense.
   """
 
+  package: str  # "keras" or "tf_keras"
   sums_rows: bool
 
   # The name of the dictionary that maps a variable's key to its index.
@@ -59,6 +64,8 @@ class WrappedOptimizer(abc.ABC):
     self.outer_loss_scaler: Any = None
     self.sharded_state: Any = None
     self.checkpointed: Any = optimizer
+    # A TowerOptimizer may wrap an optimizer whose state is sharded.
+    self._within = find(optimizer)
     self._thread = threading.local()  # Replicas may be threads.
 
   @property
@@ -159,11 +166,9 @@ class WrappedOptimizer(abc.ABC):
 
   @property
   def whole(self) -> Any:
-    """The state with whole slots: this object, unless the state is sharded.
-
-    A TowerOptimizer may wrap an optimizer whose state is sharded.
-    """
-    return self.sharded_state or names_lib.sharded_state(self.optimizer) or self
+    """The state with whole slots: this object, unless the state is sharded."""
+    within = self._within and self._within.sharded_state
+    return self.sharded_state or within or self
 
   @property
   def variables(self) -> list[Variable]:
@@ -347,6 +352,15 @@ class WrappedOptimizer(abc.ABC):
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> None:
     """Applies sums through the LossScaleOptimizer around the wrapper."""
+
+
+def find(optimizer: Optimizer) -> WrappedOptimizer | None:
+  """Returns what is inside a wrapper of ours; None for other optimizers.
+
+  It is also None while the wrapper is being created.
+  """
+  found = getattr(optimizer, "__dict__", {}).get(ATTRIBUTE)
+  return found if isinstance(found, WrappedOptimizer) else None
 
 
 def has_several_dtypes(values: Sequence[Any]) -> bool:

@@ -128,7 +128,7 @@ def test_a_class_with_all_names_of_the_wrapper(
   """Weights equal plain Keras'; the class keeps all of its attributes."""
   library, _ = training.KERASES[which]
   names = _names(which)
-  assert {"_wrapper_state", "_pipeline", "groups", "_argument"} <= {*names}
+  assert {"_wrapped", "_pipeline", "groups", "_argument"} <= {*names}
   kind = _colliding(library, names)
   strategy = testbed.mirrored(2)
   grads = [np.array([[[1, 2], [3, 4]], [[2, 1], [4, 3]]])]

@@ -17,9 +17,9 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import single_program, wrapper_state
+from tf_cross_shard._src.core import optimizer_state, single_program
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # Marks the extended method.
 _MARK: Final = "_is_of_tf_cross_shard"
@@ -104,11 +104,11 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
   @functools.wraps(keras_compile)
   def compile_model(self: Any, *args: Any, **kwargs: Any) -> None:
     [optimizer, *_] = [*args, kwargs.get("optimizer")]
-    own = wrapper_state.find(optimizer)
-    if own is not None and own.keras_package != package:
+    wrapped = wrapped_lib.find(optimizer)
+    if wrapped is not None and wrapped.package != package:
       home = "keras3" if package == "keras" else package
       raise TypeError(
-        f"`optimizer` wraps an optimizer of {own.keras_package}, but the model"
+        f"`optimizer` wraps an optimizer of {wrapped.package}, but the model"
         f" is of {package}. Use the class for this Keras: from"
         f" tf_cross_shard.{home} import {type(optimizer).__name__}"
       )
@@ -164,4 +164,4 @@ def _warn_of_tables(model: Any) -> None:
 def _pipeline_of(model: Any) -> Any:
   """Returns the pipeline of the model's CrossShardOptimizer, or None."""
   optimizer = getattr(model, "optimizer", None)
-  return next(iter(names_lib.pipelines_of(optimizer)), None)
+  return next(iter(optimizer_state.pipelines_of(optimizer)), None)

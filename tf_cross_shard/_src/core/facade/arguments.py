@@ -1,0 +1,93 @@
+"""The arguments of a wrapper's constructor."""
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core.facade import binding as binding_lib
+from tf_cross_shard._src.core.wrapped import keras_private, v1
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def to_optimizer(opt: Any, argument: str, binding: binding_lib.Binding) -> Any:
+  """Returns the optimizer for a name, a configuration or one of TensorFlow 1.
+
+  Other objects are returned as they are.
+  """
+  if isinstance(opt, tf.compat.v1.train.Optimizer):
+    return v1.convert(opt, binding.package, binding.v1_optimizers)
+  if not isinstance(opt, (str, dict)):
+    return opt
+  try:
+    return binding.keras.optimizers.get(opt)
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"`{argument}` must name a Keras optimizer; got {opt!r}. Use"
+      ' a name such as "adam", or an optimizer object.'
+    ) from error
+
+
+def check_class(opt: Any, argument: str, package: str) -> None:
+  """Raises `TypeError` for what is not an optimizer of this Keras."""
+  if not isinstance(opt, _optimizer_classes(package)):
+    raise TypeError(
+      f"`{argument}` must be an optimizer of {package}.optimizers"
+      f" or its name; got {_kind(opt)}. {_remedy(opt, package)}"
+    )
+
+
+def suggesting(init: _Function) -> _Function:
+  """Lets a wrapper's constructor give a remedy for an argument it lacks."""
+  names = list(inspect.signature(init).parameters)
+
+  @functools.wraps(init)
+  def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    optimizer = kwargs.get("opt", args[0] if args else None)
+    for name in kwargs.keys() - names:
+      near = difflib.get_close_matches(name, names, 2, 0.5)
+      remedy = ""
+      if near:
+        remedy = f". Did you mean {' or '.join(map(repr, near))}?"
+      elif hasattr(optimizer, name):
+        remedy = f". Pass it to {type(optimizer).__name__}."
+      raise TypeError(
+        f"{init.__qualname__}() got an unexpected keyword argument"
+        f" {name!r}{remedy}"
+      )
+    init(self, *args, **kwargs)
+
+  return cast("_Function", checked)
+
+
+def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
+  """Returns the optimizer base classes of a Keras; tf_keras has two of them."""
+  # Empty if the Keras is not imported: no object of its classes can exist.
+  optimizers = getattr(sys.modules.get(package), "optimizers", None)
+  legacy = getattr(optimizers, "legacy", None)
+  kinds = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
+  return tuple(kind for kind in kinds if kind is not None)
+
+
+def _kind(opt: Any) -> str:
+  kind = opt if isinstance(opt, type) else type(opt)
+  prefix = "the class " if kind is opt else ""
+  return f"{prefix}{kind.__module__}.{kind.__qualname__}"
+
+
+def _remedy(opt: Any, package: str) -> str:
+  if isinstance(opt, type):
+    return f"Pass an object, not the class: {opt.__name__}()."
+  for other in keras_private.KERASES:
+    if isinstance(opt, _optimizer_classes(other)):
+      module = "keras3" if other == "keras" else other
+      return (
+        f"This is an optimizer of {other}. Wrap it in the class for"
+        f" {other}: from tf_cross_shard.{module} import CrossShardOptimizer"
+      )
+  return f"Use an optimizer such as {package}.optimizers.Adam()."

@@ -1,0 +1,51 @@
+"""What being an optimizer of one Keras takes, besides the facade's methods."""
+
+import abc
+import sys
+from typing import Any
+
+from tf_cross_shard._src.core.keras_types import Optimizer
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
+
+
+class Binding(abc.ABC):
+  """Binds facades to Keras 3 or to tf_keras.
+
+  Attributes:
+    package: "keras" or "tf_keras".
+    v1_optimizers: The module of this Keras' classes for the optimizers of
+      TensorFlow 1.
+    scaler_attribute: The attribute that the constructor of a LossScaleOptimizer
+      assigns to the optimizer that it wraps.
+  """
+
+  package: str
+  v1_optimizers: Any
+  scaler_attribute: str
+
+  @property
+  def keras(self) -> Any:
+    return sys.modules[self.package]
+
+  @property
+  @abc.abstractmethod
+  def scaler_class(self) -> type[Any]:
+    """The LossScaleOptimizer of this Keras."""
+
+  @abc.abstractmethod
+  def start(
+    self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]
+  ) -> wrapped_lib.WrappedOptimizer:
+    """Does what Keras' constructor does; returns `opt`, wrapped."""
+
+  @abc.abstractmethod
+  def scaler_methods(self, facade: Any, scaler: Any) -> dict[str, Any]:
+    """Returns what replaces the methods of a LossScaleOptimizer around ours."""
+
+  def serialize(self, opt: Optimizer) -> Any:
+    return self.keras.saving.serialize_keras_object(opt)
+
+  def deserialize(self, config: Any, custom_objects: Any) -> Any:
+    """Returns the optimizer that a dictionary describes, not built."""
+    # Do not use optimizers.deserialize, which does not know Lamb in Keras 3.
+    return self.keras.saving.deserialize_keras_object(config, custom_objects)

@@ -1,0 +1,61 @@
+"""What makes a facade an optimizer of Keras 3."""
+
+import functools
+from typing import Any, Final
+
+import keras
+
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.facade import binding
+from tf_cross_shard._src.core.keras3 import adapter, v1_optimizers
+from tf_cross_shard._src.core.keras_types import Optimizer
+
+# Attributes from Keras' constructor that the facade keeps.
+_KEPT: Final = frozenset(
+  ("name", "clipnorm", "global_clipnorm", "clipvalue", "_lock", "_tracker")
+)
+
+
+class Keras3Binding(binding.Binding):
+  """Binds facades to Keras 3."""
+
+  package = "keras"
+  v1_optimizers = v1_optimizers
+  scaler_attribute = "loss_scale_factor"
+
+  @property
+  def scaler_class(self) -> type[Any]:
+    kind: type[Any] = keras.optimizers.LossScaleOptimizer
+    return kind
+
+  def start(
+    self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]
+  ) -> adapter.Keras3Adapter:
+    # Keras' constructor creates an iteration count, a learning rate and
+    # settings. They are deleted below, so that `__getattr__` finds those of
+    # `opt`. Create the two variables outside all strategies: otherwise, a
+    # model function in towers would list them among its own variables.
+    with variables_lib.outside_of_strategies():
+      keras.optimizers.Optimizer.__init__(
+        facade, learning_rate=0.0, name=name, **limits
+      )
+    for attribute in set(vars(facade)) - _KEPT:
+      if hasattr(opt, attribute) and not attribute.startswith("_self_"):
+        del facade.__dict__[attribute]
+    return adapter.Keras3Adapter(opt)
+
+  def scaler_methods(self, facade: Any, scaler: Any) -> dict[str, Any]:
+    apply = functools.partial(_build_and_apply, scaler, facade)
+    return {"scale_loss": facade.scale_loss, "apply": apply}
+
+
+def _build_and_apply(
+  scaler: Any, facade: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+  """Builds the LossScaleOptimizer, then calls ours, which reduces first."""
+  if not scaler.built:
+    scaler.build(list(trainable_variables))
+  facade.apply(grads, trainable_variables)
+
+
+BINDING: Final = Keras3Binding()

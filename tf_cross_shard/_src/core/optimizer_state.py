@@ -1,0 +1,89 @@
+"""All variables of an optimizer, and the pipelines of its optimizers.
+
+Satellites save, restore and compare an optimizer by these functions. Keras' own
+lists of variables are not complete: the list of tf_keras leaves out the
+learning rate and the loss scale.
+"""
+
+from typing import Any
+
+from tf_cross_shard._src.core import pipeline as pipeline_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import warnings as warnings_lib
+from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.wrapped import keras_private, names, nested
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
+
+
+def find_pipeline(optimizer: Optimizer) -> pipeline_lib.GradientPipeline | None:
+  """Returns the pipeline of a CrossShardOptimizer; None for other optimizers.
+
+  It is also None while the optimizer is being created.
+  """
+  found = getattr(optimizer, "__dict__", {}).get("_pipeline")
+  return found if isinstance(found, pipeline_lib.GradientPipeline) else None
+
+
+def pipeline_of(optimizer: Optimizer) -> pipeline_lib.GradientPipeline:
+  """Returns the pipeline of a CrossShardOptimizer; `TypeError` for others."""
+  pipeline = find_pipeline(optimizer)
+  if pipeline is None:
+    raise TypeError(
+      "`optimizer` must be a CrossShardOptimizer; got"
+      f" {type(optimizer).__name__}. Wrap it in a CrossShardOptimizer."
+    )
+  return pipeline
+
+
+def pipelines_of(optimizer: Optimizer) -> list[pipeline_lib.GradientPipeline]:
+  all_nested = nested.nested_optimizers(optimizer)
+  return list(filter(None, map(find_pipeline, all_nested)))
+
+
+def group_warnings_of(
+  optimizer: Optimizer,
+) -> list[warnings_lib.GroupWarnings]:
+  return [pipeline.warnings for pipeline in pipelines_of(optimizer)]
+
+
+def windows(optimizer: Optimizer) -> list[Variable]:
+  """Returns the state of unfinished windows, which members do not share."""
+  return [
+    v for pipeline in pipelines_of(optimizer) for v in pipeline.window_state
+  ]
+
+
+def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
+  """Returns names and variables of an optimizer and of all optimizers inside.
+
+  The names are the same in every program. Raises `ValueError` if the optimizer
+  is not built.
+  """
+  nested.check_optimizer(optimizer)
+  optimizers = list(nested.nested_optimizers(optimizer))
+  if not any(map(keras_private.is_built, optimizers)):
+    raise ValueError(
+      "`optimizer` is not built, so it has no state: got"
+      f" {type(optimizer).__name__}. Call build(model.trainable_variables)"
+      " inside `with strategy.scope():` first."
+    )
+  variables: list[Variable] = []
+  trained: list[Variable] = []
+  sharded = None
+  for each in optimizers:
+    if sharded is None:
+      variables += keras_private.listed(each)
+    wrapped = wrapped_lib.find(each)
+    if wrapped is not None:
+      sharded = sharded or wrapped.sharded_state
+    pipeline = find_pipeline(each)
+    if pipeline is not None:
+      variables += pipeline.state
+    variables += nested.own_rate_variables(each)
+    variables += keras_private.unlisted(each)
+    trained += keras_private.trained(each)
+  if sharded is not None:  # The optimizer is built on shards of the weights.
+    trained = sharded.trainable_variables
+  variables = variables_lib.each_once(variables)
+  paths = names.stable_names(variables, variables_lib.each_once(trained))
+  return list(zip(names.unique(paths), variables, strict=True))
