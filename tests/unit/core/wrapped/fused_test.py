@@ -367,8 +367,8 @@ def test_compiled_by_xla() -> None:
   [
     ({}, 256, 1, True),
     ({}, 4096, 1, False),
-    ({}, 20_000, 15, False),
-    ({}, 20_000, 16, True),
+    ({}, 31_250, 31, False),
+    ({}, 31_250, 32, True),
     ({}, 40_000, 1, True),
     ({"fused_update": True}, 4096, 1, True),
   ],

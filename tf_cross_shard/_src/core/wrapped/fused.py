@@ -84,37 +84,17 @@ BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 _FASTER_COMPILED: Final = (
   *("Adagrad", "Adam", "AdamW", "Lion", "Nadam", "RMSprop"),
 )
-# The smallest number of elements for which XLA is faster.
+# The smallest number of elements for which XLA is faster. From about here on,
+# variables and slots do not stay in the processor's cache.
 _MANY_ELEMENTS: Final = 1_000_000
 
-# The numbers of elements for which a kernel is slower than Keras' operations on
-# CPUs. ResourceApplyAdam wakes threads for variables of 512 elements already,
-# which costs more than it saves. CPU time of one variable in microseconds, in a
-# graph of 12 variables, on 2 cores, by the number of elements:
-#
-#                 256   512  1,024  4,096  16,384  32,768  65,536  262,144
-#   Adam, Keras    18    18     20     22      35      50     154      732
-#   kernel         13    33     34     37      41      46      91      296
-#   XLA            28           26     28      48      52     105      310
-#   Ftrl, Keras    18    18     19     25      43     104
-#   kernel         13    13     14     17      53      86
-#
-# Of Keras' time at 64, 4,096, 65,536 and 4,194,304 elements, the kernel of SGD
-# takes 0.97, 0.87, 0.74, 0.54; of SGD with momentum 0.90, 0.80, 0.58, 0.52; of
-# RMSprop with momentum 0.75, 0.68, 0.88, 0.38; and of Adam 0.75, 1.54, 0.58,
-# 0.31. XLA, for all small variables together, takes 0.96 to 1.9 of Keras' time,
-# and seconds to compile. In eager calls, one kernel replaces up to 20
-# operations, and is faster at all sizes.
-_SLOW: Final = {"Adam": range(400, 32_768), "FtrlV2": range(10_000, 32_768)}
-# With more elements than these in all such variables, their slots do not stay
-# in the processor's cache, and the kernel reads them once. CPU time of Adam's
-# kernel, of Keras' time, by the number of variables and their elements:
-#
-#   6 x 16,384   98,304   1.20    12 x 23,400   280,800   1.01
-#   40 x 4,096  163,840   1.39    40 x 8,192    327,680   1.05
-#   12 x 16,384 196,608   1.10    100 x 4,096   409,600   0.86
-#   100 x 2,048 204,800   1.14    40 x 16,384   655,360   0.84
-_CACHED: Final = 300_000
+# The numbers of elements for which Adam's kernel is slower than Keras'
+# operations on CPUs: it wakes threads for 512 elements already. A whole step of
+# `fit` takes 1.10 to 1.14 times as long with it, in networks of 3 to 21 layers
+# of such sizes (`benchmarks/whole_step.py --parts=kernel`). It is faster at all
+# sizes in eager calls, where it replaces up to 20 operations, and if there are
+# many elements in all: the kernel reads them once.
+_SLOW: Final = {"Adam": range(400, 32_768)}
 
 
 def find_kernel(optimizer: Any) -> kernels.Kernel | None:
@@ -329,15 +309,11 @@ class Plan:
     return ""
 
 
-def _exceed_cache(optimizer: Any, kernel: kernels.Kernel) -> bool:
-  """Returns whether the optimizer has many variables with sizes in `_SLOW`.
-
-  Then the kernel is faster than Keras' operations: see `_CACHED`.
-  """
+def _has_many_elements(optimizer: Any, kernel: kernels.Kernel) -> bool:
+  """Returns whether the kernel is faster because there are so many elements."""
   attribute = next(iter(kernel.slots.values()), "")
-  sizes = [math.prod(v.shape) for v in getattr(optimizer, attribute, ())]
-  small = _SLOW.get(kernel.name, ())
-  return sum(size for size in sizes if size in small) > _CACHED
+  slots = getattr(optimizer, attribute, ())
+  return sum(math.prod(v.shape) for v in slots) >= _MANY_ELEMENTS
 
 
 def plan(
@@ -380,10 +356,10 @@ def plan(
     copies = single_program.num_copies(strategy)
     return Plan(kernel, may_compile=True, copies=copies)
   if kernel is not None:
-    is_small_too = (
-      bool(wanted) or not in_function or _exceed_cache(optimizer, kernel)
+    ignores_size = (
+      bool(wanted) or not in_function or _has_many_elements(optimizer, kernel)
     )
-    return Plan(kernel, ignores_size=is_small_too, sums_rows=bool(wanted))
+    return Plan(kernel, ignores_size=ignores_size, sums_rows=bool(wanted))
   is_faster = keras_class(optimizer) in _FASTER_COMPILED and (
     "update_step" not in vars(optimizer)
   )
