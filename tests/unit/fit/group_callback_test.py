@@ -116,6 +116,7 @@ def test_a_group_that_diverges(said: list[str], tmp_path: pathlib.Path) -> None:
   texts = [text for text in said if "diverged" in text]
   assert len(texts) == 1
   assert "lr=1e+30 (val_loss inf), in epoch 0" in texts[0]
+  assert "GroupEarlyStopping and GroupCheckpoint count" in texts[0]
   for callback in (stop, keep):
     assert callback.best[0] == np.inf > callback.best[1]
   assert stop.best_epoch == [-1, 2]

@@ -372,8 +372,8 @@ class GroupMetrics(group_callback.GroupCallback):
         break  # One of several GroupMetrics in a `fit` remembers.
     if new:
       logging.warning(
-        "These groups diverged: %s, in epoch %d. GroupEarlyStopping,"
-        " GroupCheckpoint count a diverged group as the worst.",
+        "These groups diverged: %s, in epoch %d. GroupEarlyStopping"
+        " and GroupCheckpoint count a diverged group as the worst.",
         ", ".join(f"{name} ({self.prefix}loss {new[name]})" for name in new),
         epoch,
       )
