@@ -20,6 +20,7 @@ from tests.support import replica_state_cases as cases
 from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
+  VectorizedStrategy,
   keras3,
   replica_state,
   tf_keras,
@@ -346,6 +347,34 @@ def test_restore_builds_the_optimizer_on_one_device(
   assert strategy.run(lambda: train(optimizer, weight, ())) == -3.0
   # (6 + 2) / 2 and half of the step before, which was 3.
   assert strategy.run(lambda: train(optimizer, weight, (2.0,))) == -8.5
+
+
+@pytest.mark.parametrize("kind", ["new", "legacy", "scaled legacy"])
+def test_state_that_fit_created_in_tf_keras_restores_into_a_new_program(
+  kind: str, tmp_path: pathlib.Path
+) -> None:
+  """A step of tf_keras puts its name scopes into the names of slots."""
+  library = tf_keras_library
+  is_scaled = kind.startswith("scaled")  # It refuses a VectorizedStrategy.
+
+  def compiled() -> Any:
+    strategy = testbed.mirrored(2) if is_scaled else VectorizedStrategy(2)
+    home = library.optimizers if kind == "new" else library.optimizers.legacy
+    with strategy.scope():
+      model = library.Sequential([library.Input((3,)), library.layers.Dense(2)])
+      adam = home.Adam(0.1)
+      if is_scaled:
+        adam = library.mixed_precision.LossScaleOptimizer(adam)
+      model.compile(adam, "mse")
+    return model
+
+  model, other = compiled(), compiled()
+  model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
+  replica_state.save(tmp_path / "a", model.optimizer, model)
+  replica_state.restore(tmp_path / "a", other.optimizer, other)
+  states = [cases.saved(each.optimizer, each) for each in (model, other)]
+  np.testing.assert_equal(*states)
+  assert len(states[0][0]) >= 7
 
 
 def test_restore_builds_an_optimizer_of_keras_that_accumulates(

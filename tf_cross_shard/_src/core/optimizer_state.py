@@ -5,6 +5,8 @@ lists of variables are not complete: the list of tf_keras leaves out the
 learning rate and the loss scale.
 """
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from tf_cross_shard._src.core import pipeline as pipeline_lib
@@ -85,5 +87,21 @@ def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
   if sharded is not None:  # The optimizer is built on shards of the weights.
     trained = sharded.trainable_variables
   variables = variables_lib.each_once(variables)
-  paths = names.stable_names(variables, variables_lib.each_once(trained))
-  return list(zip(names.unique(paths), variables, strict=True))
+  scopes = _name_scopes(optimizers)
+  paths = [
+    path if hasattr(variable, "path") else scopes.sub("", path)
+    for variable in variables
+    for path in [variables_lib.path_of(variable)]
+  ]
+  stable = names.stable_names(paths, variables_lib.each_once(trained))
+  return list(zip(names.unique(stable), variables, strict=True))
+
+
+def _name_scopes(optimizers: Iterable[Optimizer]) -> re.Pattern[str]:
+  """Matches the name scopes in which a step of tf_keras creates variables.
+
+  They are `Adam/`, `Adam_1/` for a second optimizer in the same step, and
+  `cond_2/Adam/` in a LossScaleOptimizer. `build` has no name scope.
+  """
+  scopes = "|".join(map(re.escape, map(keras_private.name, optimizers)))
+  return re.compile(rf"^(cond(_\d+)?/)?({scopes})(_\d+)?/")

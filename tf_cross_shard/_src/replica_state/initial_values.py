@@ -141,31 +141,19 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     trained = tracked.trained_by(own) or model.trainable_variables
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
-      create = getattr(copy, "build", None) or copy._create_all_weights
-      create(trained)
+      keras_private.builder(copy)(trained)
     kept = set(map(id, nested_lib.rate_variables(own)))
-    initial = optimizer_state.state_variables(copy)
-    pairs += [
-      (variable, _of_name(name, initial))
-      for name, variable in optimizer_state.state_variables(own)
-      if id(variable) not in kept
-    ]
+    initial = dict(optimizer_state.state_variables(copy))
+    for name, variable in optimizer_state.state_variables(own):
+      if id(variable) in kept:
+        continue
+      if name not in initial:
+        raise ValueError(
+          f"`optimizer` has {name}, which a new one of its configuration lacks."
+          " Pass an optimizer that is not built."
+        )
+      pairs.append((variable, initial[name]))
   return pairs
-
-
-def _of_name(name: str, variables: Sequence[tuple[str, Any]]) -> Any:
-  """Returns the variable of a name.
-
-  In tf_keras, a slot that a step creates has the name of its optimizer before
-  its own name.
-  """
-  for other, variable in variables:
-    if f"/{name}".endswith(f"/{other}"):
-      return variable
-  raise ValueError(
-    f"`optimizer` has {name}, which a new one of its configuration lacks. Pass"
-    " an optimizer that is not built."
-  )
 
 
 @contextlib.contextmanager

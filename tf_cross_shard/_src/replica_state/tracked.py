@@ -95,7 +95,7 @@ def build(
       )
     *_, base_optimizer = nested_lib.nested_optimizers(own)
     with keras_private.strategy(base_optimizer).scope():
-      own.build([variables[name] for name in names])
+      keras_private.builder(own)([variables[name] for name in names])
 
 
 def trained_by(optimizer: Any) -> list[Any]:

@@ -61,8 +61,20 @@ def is_built(optimizer: Optimizer) -> bool:
   return any(getattr(optimizer, flag, False) for flag in flags)
 
 
+def builder(optimizer: Optimizer) -> Any:
+  """Returns the function that creates the slots of a list of variables.
+
+  A legacy optimizer of tf_keras has it under another name, and an optimizer of
+  TensorFlow 1 has none: None.
+  """
+  names = ("build", "_create_all_weights")
+  return next(filter(None, (getattr(optimizer, x, None) for x in names)), None)
+
+
 def name(optimizer: Optimizer) -> str:
-  return str(getattr(optimizer, "name", None) or optimizer._name)
+  """Returns an optimizer's name; a LossScaleOptimizer of tf_keras has none."""
+  name = getattr(optimizer, "name", None) or getattr(optimizer, "_name", "")
+  return str(name)
 
 
 def key(optimizer: Optimizer, variable: Variable) -> Any:

@@ -5,7 +5,7 @@ a program has created before, so a different program would not find the same
 names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Variable
@@ -22,7 +22,7 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def stable_names(
-  variables: Sequence[Variable], trained: Sequence[Variable]
+  paths_of_variables: Iterable[str], trained: Sequence[Variable]
 ) -> list[str]:
   """Returns names without numbers that depend on earlier objects of a program.
 
@@ -43,7 +43,7 @@ def stable_names(
         prefix = str(path).replace("/", "_").replace(":", "_")
         stable.setdefault(f"{prefix}_", name)
   paths = []
-  for path in map(variables_lib.path_of, variables):
+  for path in paths_of_variables:
     head, slash, last = path.rpartition("/")
     owners = [prefix for prefix in stable if last.startswith(prefix)]
     # A variable named exactly like a trained variable `kernel_1` is a copy of
