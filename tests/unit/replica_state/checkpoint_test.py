@@ -575,6 +575,22 @@ def test_variables_that_do_not_match_raise_an_error(
   assert outside.numpy().tolist() == [4.0, 4.0]
 
 
+def test_a_file_of_another_number_of_models(tmp_path: pathlib.Path) -> None:
+  """The user has passed no groups, which the error must not name."""
+
+  def make(count: int) -> tuple[Any, list[Any]]:
+    with VectorizedStrategy(count).scope():
+      weights = [tf.Variable([0.0], name="weight")]
+      optimizer = tf.keras.optimizers.SGD()
+      optimizer.build(weights)
+    return optimizer, weights
+
+  path = tmp_path / "a"
+  replica_state.save(path, *make(3))
+  words = r"holds 3 models, but .*Strategy \(2 models\)\. .*Strategy\(3\)"
+  _assert_refused(*make(2), path, words)
+
+
 def test_malformed_files(tmp_path: pathlib.Path) -> None:
   """Each byte of a file is in archive_test.py."""
   path = tmp_path / "a"

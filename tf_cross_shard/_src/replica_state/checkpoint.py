@@ -287,6 +287,14 @@ def _can_train(
 
 def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
   saved, groups = _saved_groups(file), state.groups.to_lists()
+  strategy = state.copies.engine.strategy
+  if len(saved) != len(groups) and single_program.are_models(strategy):
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds {len(saved)} models, but the program"
+      f" has a {validation.strategy_in_words(strategy)}. Create the model and"
+      f" the optimizer under VectorizedStrategy({len(saved)}); for one of the"
+      " models, use replica_state.read_group."
+    )
   if len(saved) != len(groups):
     raise CheckpointError(
       f"The checkpoint {file.path} holds {len(saved)} groups, {saved},"
