@@ -140,6 +140,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
   before = [replica_state.values(v) for v in model.variables]
   for made, seeds, error, words in (
     (build, [1], ValueError, r"`seeds` must have .* 2 groups; got 1: \[1\]"),
+    (build, 1, TypeError, r"`seeds` must be a list .* got 1\. Pass .*range"),
     (build, [1, "a"], ValueError, "`seeds` must be an integer"),
     (lambda: build(5), [1, 2], ValueError, r"`build` returns .*\[4, 5\]"),
     (lambda: None, [1, 2], TypeError, "`build` must return .* got NoneType"),

@@ -138,3 +138,15 @@ def test_layers_that_call_per_group_can_be_loaded() -> None:
   np.testing.assert_allclose(found, [2 * sums, 3 * sums], rtol=1e-5)
   with pytest.raises(ValueError, match=r"schedules\.as_group"):
     plain(X)
+
+
+@pytest.mark.parametrize("where", ["models", "mirrored"])
+def test_inputs_that_are_no_arrays(where: str) -> None:
+  strategy = VectorizedStrategy(2) if where == "models" else testbed.mirrored(2)
+  with strategy.scope():
+    model = testbed.network()
+  sgd = tf.keras.optimizers.SGD()
+  for x in (iter([X]), X.tolist(), [], None):
+    words = rf"`x` must be an array.*; got {type(x).__name__}\. .*np\.asarray"
+    with pytest.raises(TypeError, match=words):
+      replica_state.predict(model, x, sgd)

@@ -5,7 +5,7 @@
 import contextlib
 import importlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ def initialize(
       model is compiled with, if it is.
 
   Raises:
-    TypeError: If `build` does not return a Keras model.
+    TypeError: If `build` does not return a Keras model, or `seeds` is no list.
     ValueError: If there is not one seed for each group, or if `build` makes
       other variables. Nothing is changed in that case.
   """
@@ -75,6 +75,11 @@ def initialize(
   if optimizer is None:
     optimizer = getattr(model, "optimizer", None)
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
+  if not isinstance(seeds, Iterable):
+    raise TypeError(
+      "`seeds` must be a list with an integer for each group; got"
+      f" {seeds!r}. Pass for example range({state.groups.num_groups})."
+    )
   numbers = [
     validation.check_integer("seeds", seed, "Pass one for each group.", 0)
     for seed in seeds

@@ -54,7 +54,8 @@ def predict(model: Any, x: Any, optimizer: Any, batch_size: int = 32) -> Any:
     returns; on every worker.
 
   Raises:
-    TypeError: If `model` is not a Keras model, or `optimizer` no optimizer.
+    TypeError: If `model` is not a Keras model, `optimizer` no optimizer, or `x`
+      a list of numbers, a generator or another object.
     ValueError: If `x` is empty or has no end or, under other strategies than
       VectorizedStrategy, if Keras cannot clone `model`.
   """
@@ -130,4 +131,10 @@ def _rows_of(x: Any, batch_size: int) -> tf.data.Dataset:
     return array.astype(floatx) if array.dtype.kind == "f" else array
 
   leaves = tuple(map(as_array, tf.nest.flatten(x)))
+  if not leaves or not all(len(leaf.shape) for leaf in leaves):
+    raise TypeError(
+      "`x` must be an array, a structure of arrays or a tf.data.Dataset; got"
+      f" {type(x).__name__}. Pass np.asarray(x) for a list of rows, or"
+      " tf.data.Dataset.from_generator for a generator of batches."
+    )
   return tf.data.Dataset.from_tensor_slices(leaves).batch(batch_size)
