@@ -219,6 +219,11 @@ class TestOwnData:
     unknown = tf.data.Dataset.from_tensors(tf.zeros([4, 2])).batch(1)
     with pytest.raises(ValueError, match=r"`values` .* known number of rows"):
       unknown.map(per_replica)
+    for change in (data.batch, data.padded_batch, data.window):
+      with pytest.raises(ValueError, match=r"per_replica .* after `batch`"):
+        change(2)
+    with pytest.raises(ValueError, match=r"per_replica .* after `batch`"):
+      data.unbatch()
 
   @pytest.mark.parametrize("kind", ["sparse", "ragged"])
   def test_composite_tensors_go_to_every_model(self, kind: str) -> None:

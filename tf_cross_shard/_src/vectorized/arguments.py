@@ -158,6 +158,17 @@ class ReplicaValuesSpec(tf.TypeSpec):
       self._spec._from_compatible_tensor_list(tensors)  # noqa: SLF001
     )
 
+  # What tf.data calls to change which elements are together.
+
+  def _batch(self, *args: Any) -> Any:
+    raise ValueError(
+      "`values` of per_replica cannot be batched, unbatched or put in windows,"
+      f" because their first axis is the models; got {self._spec}. Use"
+      " per_replica in a `map` after `batch`."
+    )
+
+  _unbatch = _to_batched_tensor_list = _to_legacy_output_shapes = _batch
+
   @property
   def _value_specs(self) -> tuple[tf.TypeSpec, ...]:
     """The type of each replica's value. Keras reads this private name."""
