@@ -233,6 +233,20 @@ def test_monitors_of_no_metric_end_fit_before_it_trains(data: Any) -> None:
     model.fit(_data(), callbacks=[judge, vector], **options)
 
 
+@pytest.mark.tf_keras_mode
+def test_monitors_of_a_fit_without_validation_end_it_before_it_trains() -> None:
+  model = _models()
+  used = [callbacks.GroupMetrics(), callbacks.GroupEarlyStopping()]
+  words = r"Stopping has monitor='val_loss', .* no validation_data\. Pass"
+  with pytest.raises(ValueError, match=words):
+    model.fit(_data(), verbose=0, callbacks=used)
+  assert int(model.optimizer.iterations.numpy()) == 0
+  # Not each epoch has a validation.
+  options = {"validation_data": VALIDATION, "validation_freq": 2}
+  model.fit(_data(), epochs=2, verbose=0, callbacks=used, **options)
+  assert all(np.isfinite(used[1].best))
+
+
 def test_arguments_that_do_not_fit_the_strategy(said: list[str]) -> None:
   with pytest.raises(ValueError, match=r"`validation_data` must be given"):
     cases.fit(cases.grouped(), callbacks.GroupMetrics())

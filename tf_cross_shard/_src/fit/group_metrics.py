@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
@@ -39,6 +39,11 @@ from tf_cross_shard._src.fit import (
   progress,
 )
 from tf_cross_shard._src.replica_state import group_models, group_state
+
+_NO_VALIDATION: Final = (
+  "reads the metrics of fit(validation_data=...), and this `fit` has no"
+  " validation_data. Pass it to `fit` or to GroupMetrics."
+)
 
 
 class GroupMetrics(group_callback.GroupCallback):
@@ -210,7 +215,8 @@ class GroupMetrics(group_callback.GroupCallback):
     self._known = None
     self.diverged = set()
     if self._data is None:
-      self._warn_without_validation()
+      if not keras_fit.may_validate():
+        logging.warning("GroupMetrics() %s", _NO_VALIDATION)
     elif self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._prepare()
       self._known = self._try()
@@ -235,16 +241,13 @@ class GroupMetrics(group_callback.GroupCallback):
         " GroupMetrics((x, y)), which evaluates each group on all rows."
       )
 
-  def _warn_without_validation(self) -> None:
-    arguments = keras_private.arguments_of_fit()
-    if arguments and arguments["validation_data"] is None:
-      logging.warning(
-        "GroupMetrics() reads the metrics of fit(validation_data=...), but this"
-        " `fit` has no validation_data. Pass it to `fit` or to GroupMetrics."
-      )
-
   def check_monitor(self, monitor: str, callback: str) -> None:
     """Raises `ValueError` if no metric has this name, as far as is known."""
+    if self._data is None and not keras_fit.may_validate():
+      raise ValueError(
+        f"{callback} has monitor={monitor!r}, but GroupMetrics()"
+        f" {_NO_VALIDATION}"
+      )
     metric = monitor.removeprefix(self.prefix)
     names, is_known = self._known, (self._known or ()).__contains__
     if names is None and self._twin is None:

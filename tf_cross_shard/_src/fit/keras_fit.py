@@ -59,6 +59,15 @@ def shuffles_arrays() -> bool:
   return bool(arguments.get("shuffle")) and are_arrays
 
 
+def may_validate() -> bool:
+  """Returns whether the `fit` that calls this package may have validation data.
+
+  False is certain. No attribute tells it before the first evaluation.
+  """
+  arguments = keras_private.arguments_of_fit()
+  return arguments.get("validation_data", ()) is not None
+
+
 def progress_bar_of_fit() -> Any:
   """Returns the callback that prints the progress of `fit`; None if silent."""
   return keras_private.callback_of_fit("ProgbarLogger")

@@ -126,11 +126,15 @@ def has_waiting(optimizer: Optimizer, name: str) -> bool:
 def arguments_of_fit() -> Mapping[str, Any]:
   """Returns the local variables of the Keras `fit` that calls this package.
 
-  This looks at call frames, which decide only what is logged and printed.
+  This looks at call frames. They decide what is logged and printed, and that
+  monitoring the validation of a `fit` without validation data is an error. An
+  unknown frame changes nothing: the result is empty.
   """
   frame: types.FrameType | None = sys._getframe(1)
   while frame is not None:
-    if {"validation_data", "epochs", "callbacks"} <= frame.f_locals.keys():
+    names = {"validation_data", "epochs", "callbacks"}
+    home = str(frame.f_globals.get("__name__")).split(".")[0]
+    if home in KERASES and names <= frame.f_locals.keys():
       # `fit` sets `validation_data` itself if it splits the training data.
       return frame.f_locals
     frame = frame.f_back
