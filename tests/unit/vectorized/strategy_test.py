@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
@@ -178,6 +178,31 @@ def test_variables_of_another_strategy(strategy: VectorizedStrategy) -> None:
     foreign = tf.Variable(1.0, name="foreign")
   with pytest.raises(ValueError, match=r"foreign:0 belongs to another"):
     strategy.run(lambda: foreign + 1.0)
+
+
+@training.in_both
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_optimizers_from_outside_of_the_scope(kind: str, which: str) -> None:
+  """In `fit` and in a loop of your own."""
+  home, _ = training.KERASES[which]
+  models = VectorizedStrategy(N)
+  optimizer = getattr(home.optimizers, kind)(0.5)
+  with models.scope():
+    dense = home.layers.Dense(2, use_bias=False)
+    model = home.Sequential([home.Input((3,)), dense])
+    model.compile(optimizer, "mse")
+  before = model.get_weights()
+
+  def step() -> None:
+    optimizer.apply_gradients([(tf.ones([3, 2]), dense.kernel)])
+
+  acts: list[Callable[[], Any]] = [lambda: models.run(step)]
+  if (which, kind) != ("keras", "Adam"):  # Keras 3 builds it outside of `run`.
+    acts.append(lambda: model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0))
+  for act in acts:
+    with pytest.raises(RuntimeError, match=r"Create the opt.* inside .*scope"):
+      act()
+  np.testing.assert_equal(model.get_weights(), before)
 
 
 def test_variables_from_outside_of_the_scope(

@@ -5,10 +5,11 @@ is nothing to exchange.
 """
 
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 from absl import logging
@@ -29,6 +30,11 @@ from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
   replica_context,
   variable,
   vectorizer,
+)
+
+# What TensorFlow says if a replica enters the scope of another strategy.
+_OTHER_SCOPE: Final = re.compile(
+  r"(Must not nest|Mixing different) tf\.distribute\.Strategy"
 )
 
 
@@ -232,7 +238,17 @@ class ModelsExtended(
       function = tf.function(
         replica_fn, autograph=False, jit_compile=self._for_xla
       )
-      return function.get_concrete_function(*given.specs)
+      try:
+        return function.get_concrete_function(*given.specs)
+      except RuntimeError as error:
+        if not _OTHER_SCOPE.search(str(error)):
+          raise
+        raise RuntimeError(
+          "The function given to strategy.run enters the scope of another"
+          " strategy, as an optimizer does that was created outside. Create the"
+          " optimizer, the model and the metrics inside `with"
+          " strategy.scope():`."
+        ) from error
 
     before = self._num_created
     function = build()
