@@ -205,6 +205,25 @@ def test_optimizers_from_outside_of_the_scope(kind: str, which: str) -> None:
   np.testing.assert_equal(model.get_weights(), before)
 
 
+@pytest.mark.skipif(
+  "tf_keras" not in training.KERASES, reason="it is not installed"
+)
+def test_loss_objects_of_tf_keras_in_a_loop_of_your_own(
+  strategy: VectorizedStrategy,
+) -> None:
+  """What the error names gives each model what the loss gives without it."""
+  losses = training.KERASES["tf_keras"][0].losses
+  mean, each = losses.MeanSquaredError(), losses.MeanSquaredError("none")
+  models, args = VectorizedStrategy(N), (np.ones([4, 2]), np.zeros([4, 2]))
+  words = r'`reduction` .*"none", and take tf\.reduce_mean\('
+  with pytest.raises(ValueError, match=words):
+    models.run(mean, args)
+  found = models.run(lambda *args: tf.reduce_mean(each(*args)), args)
+  assert testbed.per_replica_results(models, found) == [float(mean(*args))] * N
+  with pytest.raises(ValueError, match="custom_training for more details"):
+    strategy.run(mean, args)
+
+
 def test_variables_from_outside_of_the_scope(
   strategy: VectorizedStrategy,
 ) -> None:

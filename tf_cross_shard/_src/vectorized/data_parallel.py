@@ -177,6 +177,7 @@ class DataParallelExtended(extended.ModelsExtended):
 
   are_models = False
   _context_class = exchanges.DataParallelContext
+  _advice = extended.OF_SCOPES
 
   def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
     super().__init__(strategy, num_copies)

@@ -32,10 +32,21 @@ from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
   vectorizer,
 )
 
-# What TensorFlow says if a replica enters the scope of another strategy.
-_OTHER_SCOPE: Final = re.compile(
-  r"(Must not nest|Mixing different) tf\.distribute\.Strategy"
-)
+# What TensorFlow and tf_keras say of a replica's function, and what helps.
+OF_SCOPES: Final = {
+  r"(Must not nest|Mixing different) tf\.distribute\.Strategy": (
+    "The function given to strategy.run enters the scope of another strategy,"
+    " as an optimizer does that was created outside. Create the optimizer, the"
+    " model and the metrics inside `with strategy.scope():`."
+  )
+}
+_OF_LOSSES: Final = {
+  r"Please use `tf\.keras\.losses\.Reduction\.SUM`": (
+    "tf_keras allows no mean as `reduction` of a loss object in strategy.run,"
+    ' although each replica is a model. Pass reduction="none", and take'
+    " tf.reduce_mean(loss(y, outputs)), which is the same number."
+  )
+}
 
 
 class ModelsExtended(
@@ -50,6 +61,7 @@ class ModelsExtended(
   # Whether replicas' programs are traced for XLA.
   _for_xla: bool | None = None
   _context_class: type[Any] = replica_context.ModelContext
+  _advice = OF_SCOPES | _OF_LOSSES
 
   def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
     super().__init__(strategy)
@@ -240,15 +252,11 @@ class ModelsExtended(
       )
       try:
         return function.get_concrete_function(*given.specs)
-      except RuntimeError as error:
-        if not _OTHER_SCOPE.search(str(error)):
-          raise
-        raise RuntimeError(
-          "The function given to strategy.run enters the scope of another"
-          " strategy, as an optimizer does that was created outside. Create the"
-          " optimizer, the model and the metrics inside `with"
-          " strategy.scope():`."
-        ) from error
+      except (RuntimeError, ValueError) as error:
+        for words, advice in self._advice.items():
+          if re.search(words, str(error)):
+            raise type(error)(advice) from error
+        raise
 
     before = self._num_created
     function = build()
