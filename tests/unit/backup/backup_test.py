@@ -42,7 +42,12 @@ EPOCHS = 4
 GROUPS = [[0, 2], [1, 3]]
 
 
-def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
+def _model(
+  groups: Any = None,
+  library: Any = tf.keras,
+  is_plain: bool = False,
+  **options: Any,
+) -> Any:
   """Returns a model whose next step depends on all saved state."""
   library.utils.set_random_seed(3)
   layers = library.layers
@@ -59,6 +64,8 @@ def _model(groups: Any = None, library: Any = tf.keras, **options: Any) -> Any:
   optimizer = home.CrossShardOptimizer(
     library.optimizers.Adam(0.01), group_assignment=groups
   )
+  if is_plain:
+    optimizer = library.optimizers.legacy.Adam(0.01)
   model.compile(optimizer, "mse", **options)
   return model
 
@@ -95,6 +102,7 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   """Trains a new model; returns the history and the state of all replicas."""
   library = tf_keras if "tf_keras" in kind else tf.keras
   options: dict[str, Any] = {"metrics": ["mae"]}
+  options["is_plain"] = "plain" in kind
   if "executions" in kind:
     options["steps_per_execution"] = 3 if "ragged" in kind else 2
   listed = list(others)
@@ -126,6 +134,7 @@ def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     ("vectorized groups", 4, 2),
     ("tf_keras", 4, 2),
     ("tf_keras, executions", 4, 2),
+    ("tf_keras, plain legacy", 4, 2),
     ("one device, ragged executions", 6, 3),  # as Keras 3 counts
     ("tf_keras, ragged executions", 4, 3),
   ],

@@ -20,6 +20,7 @@ from absl import logging
 from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
+from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import (
@@ -173,7 +174,7 @@ class BackupAndRestore(group_callback.GroupCallback):
         " Put BackupAndRestore last in the list of callbacks."
       )
     with strategy.scope():
-      optimizer.build(self.model.trainable_variables)
+      keras_private.builder(optimizer)(self.model.trainable_variables)
     self._files = backup_files.BackupFiles(self._backup_dir, strategy)
     path = self._files.newest()
     keras_fit.begin_at(self.model, None)

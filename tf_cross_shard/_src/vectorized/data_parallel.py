@@ -187,9 +187,6 @@ class DataParallelExtended(extended.ModelsExtended):
   def _num_replicas_in_sync(self) -> int:
     return self.num_copies
 
-  def warn_of_predict(self, fn: Callable[..., Any]) -> None:
-    """Does nothing: `predict` returns each row once."""
-
   # Input.
 
   def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:

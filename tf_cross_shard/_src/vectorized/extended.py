@@ -125,7 +125,8 @@ class ModelsExtended(
   def warn_of_predict(self, fn: Callable[..., Any]) -> None:
     """Warns once that Keras' `predict` returns the rows of all models."""
     is_predict = "predict" in getattr(fn, "__qualname__", "")
-    if not is_predict or self._has_warned_of_predict or self.num_copies == 1:
+    returns_all = self.are_models and self.num_copies > 1
+    if not (is_predict and returns_all) or self._has_warned_of_predict:
       return
     self._has_warned_of_predict = True
     logging.warning(
