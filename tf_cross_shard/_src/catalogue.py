@@ -38,12 +38,12 @@ def documented(cls: _Class) -> _Class:
   The class for each Keras documents only what differs.
   """
   first = cls.__bases__[0]
-  own, shared = map(inspect.getdoc, (cls, first))
+  specific, shared = map(inspect.getdoc, (cls, first))
   constructor = vars(first).get("__init__")
   init = constructor and inspect.getdoc(constructor)
-  if own and shared:  # python -OO removes all docstrings.
+  if specific and shared:  # python -OO removes all docstrings.
     _, _, more = shared.partition("\n\n")
     more, mark, references = more.partition("References:")
-    whole = [own, more.strip(), init, mark + references]
+    whole = [specific, more.strip(), init, mark + references]
     cls.__doc__ = "\n\n".join(filter(None, whole))
   return cls

@@ -86,9 +86,9 @@ class PreemptionMonitor:
       return False, False
     now = time.monotonic()
     passed = max(1, int((now - self._compared) * 1e6))
-    own = [self._is_caught, now - self._saved >= self._seconds, passed]
+    flags = [self._is_caught, now - self._saved >= self._seconds, passed]
     count = len(self._copies.engine.replicas_here)
-    rows = self._copies.gather([np.array(own, np.int64)] * count)
+    rows = self._copies.gather([np.array(flags, np.int64)] * count)
     if self._copies.workers is not None:
       slowest = max(int(row[2]) for row in rows)
       calls = (self._calls - self._last) * _PAUSE / slowest

@@ -61,8 +61,8 @@ def _operator(name: str) -> Any:
 
     def read() -> tf.Tensor:
       tensors = [tf.convert_to_tensor(x, tf.float64) for x in others]
-      own = tf.convert_to_tensor(number, tf.float64)
-      return getattr(own, name)(*tensors)
+      value = tf.convert_to_tensor(number, tf.float64)
+      return getattr(value, name)(*tensors)
 
     try:
       compared_as = getattr(float, name)(float(number), *others)
@@ -139,13 +139,15 @@ class GroupSettings:
 
   def read(self) -> dict[str, list[float]] | None:
     """Returns the present numbers, or None if no setting differs."""
-    return {name: own.read() for name, own in self.numbers.items()} or None
+    return {
+      name: number.read() for name, number in self.numbers.items()
+    } or None
 
   @property
   def variables(self) -> list[tf.Variable]:
     """The variables that `replica_state` saves."""
     strategy = self._engine.strategy
-    found = (own.variable(strategy) for own in self.numbers.values())
+    found = (number.variable(strategy) for number in self.numbers.values())
     return [variable for variable in found if variable is not None]
 
   def limits(self, limits: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,8 +167,8 @@ class GroupSettings:
 
   def _number(self, name: str, compared_as: float) -> GroupNumber:
     """Returns the number of the calling replica's group."""
-    own, group = self.numbers[name], group_numbers.current_group()
-    return GroupNumber(compared_as, lambda: tf.gather(own.rows(), group))
+    number, group = self.numbers[name], group_numbers.current_group()
+    return GroupNumber(compared_as, lambda: tf.gather(number.rows(), group))
 
 
 # Numbers that an optimizer does not read in its update, but when it is built,
@@ -206,18 +208,20 @@ def _check_setting(
       f"`group_settings` contains {name!r}, but {kind} has no such setting."
       f" {remedy}"
     )
-  own = vars(optimizer)[name]
-  if isinstance(own, bool) or not isinstance(own, (int, float)):
+  setting = vars(optimizer)[name]
+  if isinstance(setting, bool) or not isinstance(setting, (int, float)):
     raise ValueError(
-      f"`group_settings` contains {name!r}, but {kind}.{name} is {own!r}, and"
-      " only numeric settings of `opt` can differ between groups. Set"
+      f"`group_settings` contains {name!r}, but {kind}.{name} is"
+      f" {setting!r}, and only numeric settings of `opt` can differ between"
+      " groups. Set"
       f" {kind}({name}=...) to one of the numbers in `group_settings`."
     )
   # If the setting is 0, Keras creates no slot (momentum), or traces no
   # operation (weight decay).
-  if not own and any(values):
+  if not setting and any(values):
     raise ValueError(
       f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
-      f" {own!r}. With 0, Keras does not create the slots or operations that"
-      " the other values need. Create `opt` with one of the nonzero numbers."
+      f" {setting!r}. With 0, Keras does not create the slots or operations"
+      " that the other values need. Create `opt` with one of the nonzero"
+      " numbers."
     )

@@ -54,13 +54,13 @@ def check(
       )
   function = getattr(function, "python_function", function)
 
-  def own_rows(tensor: tf.Tensor) -> tf.Tensor:
+  def examples_of_replica(tensor: tf.Tensor) -> tf.Tensor:
     replica = tf.distribute.get_replica_context().replica_id_in_sync_group
     rows = [tensor.shape[0] // count, *tensor.shape[1:]]
     return tf.reshape(tensor, [count, *rows])[replica]
 
   def apart() -> Any:
-    function(*tf.nest.map_structure(own_rows, batch))
+    function(*tf.nest.map_structure(examples_of_replica, batch))
     return convention.take_gradients()
 
   def alone() -> Any:

@@ -53,7 +53,10 @@ def group_names(optimizer: Any) -> list[str]:
       [f"{name}={number:g}" for number in numbers.initial]
       for name, numbers in settings.items()
     ]
-    names = [", ".join(own) for own in zip(*filter(None, parts), strict=False)]
+    names = [
+      ", ".join(names_of_group)
+      for names_of_group in zip(*filter(None, parts), strict=False)
+    ]
   if len(set(names)) < groups.num_groups:
     names = [f"group_{i}" for i in range(groups.num_groups)]
   return list(names)
@@ -87,13 +90,13 @@ def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
   A callback without an entry in the state starts from the beginning.
   """
   for key, callback in _keys(callback_list).items():
-    own = {
+    saved = {
       name.removeprefix(f"{key}/"): value
       for name, value in state.items()
       if name.startswith(f"{key}/")
     }
-    if own:
-      callback.set_state(own)
+    if saved:
+      callback.set_state(saved)
 
 
 def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:

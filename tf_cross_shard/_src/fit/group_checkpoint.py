@@ -162,9 +162,9 @@ class GroupCheckpoint(group_callback.GroupMonitor):
       keys = [group_state.key(entry.name, 0, member) for member in (None, 0)]
       shapes = [self._kept[key].shape for key in keys if key in self._kept]
       # The shape may have unknown dimensions.
-      own = tf.TensorShape(entry.variable.shape)
-      if not any(map(own.is_compatible_with, shapes)):
-        raise self._misfit(f"`{entry.name}` of shape {own.as_list()}")
+      shape = tf.TensorShape(entry.variable.shape)
+      if not any(map(shape.is_compatible_with, shapes)):
+        raise self._misfit(f"`{entry.name}` of shape {shape.as_list()}")
 
   def _misfit(self, wanted: str) -> archive.CheckpointError:
     """Returns the error for a file of another model or metric."""

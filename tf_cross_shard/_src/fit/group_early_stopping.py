@@ -104,8 +104,8 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     if not self._weights:
       return state
     model_state = self.state_of_groups()
-    for name, own in self._weights.items():
-      of_replica = model_state.copies.gather(own)
+    for name, weights in self._weights.items():
+      of_replica = model_state.copies.gather(weights)
       rows = [
         [of_replica[r] for r in members] for members in model_state.groups
       ]

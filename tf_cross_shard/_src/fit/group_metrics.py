@@ -604,7 +604,7 @@ def _of_members(members: list[Any]) -> Callable[[Any], Any]:
         outputs = member(inputs, training=False)
         results.append((outputs, list(member.losses)))
     return tf.nest.map_structure(
-      lambda *own: tf.add_n(own) / len(own), *results
+      lambda *of_replicas: tf.add_n(of_replicas) / len(of_replicas), *results
     )
 
   return predict

@@ -41,8 +41,8 @@ def embedding_lookup(table: Any, ids: Any) -> tf.Tensor:
     # Find the copy of this replica.
     strategy = tf.distribute.get_strategy()
     copies = strategy.experimental_local_results(native)
-    own = (copy for copy in copies if copy.handle is native.handle)
-    native = next(own, native)
+    mine = (copy for copy in copies if copy.handle is native.handle)
+    native = next(mine, native)
   return tf.gather(native, ids)
 
 

@@ -103,8 +103,8 @@ def receivers(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
   """Returns a plain model's variables by the names of those in `state`."""
   target = _check_fits(state, plain)
   return {
-    own.name: replicas_lib.native(entry.variable)
-    for own, entry in zip(state.entries, target.entries, strict=True)
+    source.name: replicas_lib.native(entry.variable)
+    for source, entry in zip(state.entries, target.entries, strict=True)
   }
 
 
@@ -118,8 +118,8 @@ def receivers_of_build(
   """
   target = _check_fits(state, made, "`build` returns a model that", True)
   return {
-    own.name: replicas_lib.native(entry.variable)
-    for own, entry in zip(state.entries, target.entries, strict=True)
+    source.name: replicas_lib.native(entry.variable)
+    for source, entry in zip(state.entries, target.entries, strict=True)
   }
 
 

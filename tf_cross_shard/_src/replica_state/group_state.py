@@ -99,8 +99,8 @@ class GroupState:
       windows = set(map(id, optimizer_state.windows(self.optimizer)))
       self.entries = [
         Entry(f"optimizer/{path}{name}", v, id(v) not in windows)
-        for path, own in every.items()
-        for name, v in optimizer_state.state_variables(own)
+        for path, each in every.items()
+        for name, v in optimizer_state.state_variables(each)
       ]
     # A variable that the optimizer and the model share is listed once.
     by_id = {id(replicas_lib.native(v)): v for v in variables_of(model)}

@@ -138,18 +138,18 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
   if optimizer is None:
     return []
   pairs = []
-  for own in tracked.with_state(optimizer, model).values():
-    if not tracked.is_built(own):
+  for each in tracked.with_state(optimizer, model).values():
+    if not tracked.is_built(each):
       continue
-    outermost, *_ = nested = list(nested_lib.nested_optimizers(own))
+    outermost, *_ = nested = list(nested_lib.nested_optimizers(each))
     # Not all optimizers of tf_keras tell what they train.
-    trained = tracked.trained_by(own) or model.trainable_variables
+    trained = tracked.trained_by(each) or model.trainable_variables
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
       keras_private.builder(copy)(trained)
-    kept = set(map(id, nested_lib.rate_variables(own)))
+    kept = set(map(id, nested_lib.rate_variables(each)))
     initial = dict(optimizer_state.state_variables(copy))
-    for name, variable in optimizer_state.state_variables(own):
+    for name, variable in optimizer_state.state_variables(each):
       if id(variable) in kept:
         continue
       if name not in initial:

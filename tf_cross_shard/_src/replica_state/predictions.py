@@ -80,7 +80,7 @@ def predict(model: Any, x: Any, optimizer: Any, batch_size: int = 32) -> Any:
     with variables_lib.outside_of_strategies(), group_numbers.as_group(i):
       arguments = {} if data is x else {"batch_size": batch_size}
       groups.append(plain.predict(x, verbose=0, **arguments))
-  return tf.nest.map_structure(lambda *own: np.stack(own), *groups)
+  return tf.nest.map_structure(lambda *of_groups: np.stack(of_groups), *groups)
 
 
 def _of_models(

@@ -44,7 +44,10 @@ def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
       for nested in nested_lib.nested_optimizers(o)
     )
   }
-  if any(own != next(iter(groups.values())) for own in groups.values()):
+  if any(
+    groups_of_one != next(iter(groups.values()))
+    for groups_of_one in groups.values()
+  ):
     raise ValueError(
       "The optimizers of a model must have the same groups for their state to"
       f" be saved or copied; got {groups}."
@@ -64,9 +67,9 @@ def trained(
   if len(every) == 1:
     return {}
   found = {}
-  for path, own in every.items():
-    keys = [id(replicas_lib.native(v)) for v in trained_by(own)]
-    if is_built(own):
+  for path, each in every.items():
+    keys = [id(replicas_lib.native(v)) for v in trained_by(each)]
+    if is_built(each):
       is_known = bool(keys) and names.keys() >= set(keys)
       found[path] = [names[key] for key in keys] if is_known else None
   return found
@@ -84,8 +87,8 @@ def build(
   """
   every = optimizers(optimizer, model)
   for path, names in saved.items():
-    own = every.get(path)
-    if own is None or is_built(own):
+    each = every.get(path)
+    if each is None or is_built(each):
       continue
     if names is None or not variables.keys() >= set(names):
       raise archive.CheckpointError(
@@ -93,9 +96,9 @@ def build(
         " which is not built, and does not say what it trains. Call its"
         " build(variables) first, inside `with strategy.scope():`."
       )
-    *_, base_optimizer = nested_lib.nested_optimizers(own)
+    *_, base_optimizer = nested_lib.nested_optimizers(each)
     with keras_private.strategy(base_optimizer).scope():
-      keras_private.builder(own)([variables[name] for name in names])
+      keras_private.builder(each)([variables[name] for name in names])
 
 
 def trained_by(optimizer: Any) -> list[Any]:

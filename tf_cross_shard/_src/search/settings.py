@@ -32,11 +32,11 @@ class TrialSettings:
     if _RATE in settings:
       group_rates.check(model, "OptunaSearch")
     before = _of_optimizer(model)
-    own = {
+    known = {
       *vars(wrapped_lib.base_optimizer(model.optimizer)),
       *settings_lib.LIMITS,
     }
-    new = (set(settings) & own) - {_RATE, *before, *self.values}
+    new = (set(settings) & known) - {_RATE, *before, *self.values}
     if not new:
       return
     if not optimizer_state.pipelines_of(model.optimizer):

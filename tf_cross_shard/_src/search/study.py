@@ -158,25 +158,25 @@ class Trials:
       CheckpointError: If the study does not have the trials of the backup.
     """
     self.fit = fit
-    own = {
+    trials = {
       trial.number: trial
       for trial in self.study.get_trials(deepcopy=False)
       if trial.user_attrs.get(_FIT) == fit
     }
     for each in filter(None, running):
-      if each.number not in own:
+      if each.number not in trials:
         raise archive.CheckpointError(
           f"The backup has trial {each.number}, but `study` does not. Use a"
           " study in a file or a database, such as"
           " create_study(storage='sqlite:///study.db', load_if_exists=True)."
         )
-      found = own.pop(each.number)
+      found = trials.pop(each.number)
       each.is_over = found.state.is_finished()
       each.reported = max(found.intermediate_values, default=-1)
       if not each.is_over:
         self._trials[each.number] = self._trial(found)
     self.asked = sum(each is not None for each in running)
-    for trial in own.values():
+    for trial in trials.values():
       if trial.state.is_finished():
         self.asked += _AGAIN not in trial.user_attrs
       else:

@@ -1,7 +1,7 @@
 """Values that differ between replicas, as one tensor.
 
     layout    tensor      replica i has
-    ROWS      [N, ...]    row i
+    STACKED   [N, ...]    element i
     SHARED    [...]       all of it
 
 Datasets return such values, `strategy.run` takes and returns them, and nothing
@@ -22,7 +22,7 @@ from tf_cross_shard._src.core import variables as variables_lib
 class Layout(enum.Enum):
   """How a tensor stores the values of all replicas."""
 
-  ROWS = "rows"
+  STACKED = "stacked"
   SHARED = "shared"
 
 
@@ -48,10 +48,10 @@ class ReplicaValues(values.PerReplica):
   def _split(self) -> tuple[Any, ...]:
     if self.layout == Layout.SHARED:
       return (self.tensor,) * self.count
-    # A data-parallel step that runs once has one row.
-    rows = self.tensor.shape[0]
-    if rows is not None:
-      return tuple(tf.unstack(self.tensor, rows))
+    # A data-parallel step that runs once has one value.
+    count = self.tensor.shape[0]
+    if count is not None:
+      return tuple(tf.unstack(self.tensor, count))
     last = tf.shape(self.tensor)[0] - 1
     return tuple(self.tensor[tf.minimum(i, last)] for i in range(self.count))
 
@@ -102,7 +102,7 @@ def per_replica(values: Any) -> Any:
         f" model; got shape {tensor.shape}. Use tf.ensure_shape(values, [n,"
         " None, ...])."
       )
-    return ReplicaValues(tensor, tensor.shape[0], Layout.ROWS)
+    return ReplicaValues(tensor, tensor.shape[0], Layout.STACKED)
 
   return tf.nest.map_structure(mark, values)
 
@@ -173,7 +173,7 @@ class ReplicaValuesSpec(tf.TypeSpec):
   def _value_specs(self) -> tuple[tf.TypeSpec, ...]:
     """The type of each replica's value. Keras reads this private name."""
     spec = self._spec
-    if self._layout == Layout.ROWS:
+    if self._layout == Layout.STACKED:
       spec = tf.TensorSpec(spec.shape[1:], spec.dtype)
     return (spec,) * self._count
 
@@ -233,8 +233,8 @@ class Arguments:
     self.stacks += [_stack(part) for part in zip(*parts, strict=True)]
 
     def make(inputs: Iterator[tf.Tensor]) -> Any:
-      own = [next(inputs) for _ in parts[0]]
-      return tf.nest.pack_sequence_as(first, own, expand_composites=True)
+      leaves = [next(inputs) for _ in parts[0]]
+      return tf.nest.pack_sequence_as(first, leaves, expand_composites=True)
 
     return make
 
@@ -286,8 +286,8 @@ def pack_results(structure: Any, outputs: Sequence[ReplicaValues]) -> Any:
       for _ in tf.nest.flatten(leaf, expand_composites=True)
     ]
     made = [
-      tf.nest.pack_sequence_as(leaf, own, expand_composites=True)
-      for own in zip(*parts, strict=True)
+      tf.nest.pack_sequence_as(leaf, leaves, expand_composites=True)
+      for leaves in zip(*parts, strict=True)
     ]
     return distribute_utils.regroup(tuple(made), always_wrap=True)
 

@@ -369,8 +369,8 @@ class _Loop:
         outputs = inline(self._rewriter, self._body, values, **parting)
       self.differs = test.is_stacked
       grown = {
-        i: rows or outputs[i].is_stacked or self._is_selected(i)
-        for i, rows in self.stacked.items()
+        i: is_stacked or outputs[i].is_stacked or self._is_selected(i)
+        for i, is_stacked in self.stacked.items()
       }
       if grown == self.stacked:
         return
@@ -391,8 +391,8 @@ class _Loop:
   def _tensors(self, values: Sequence[Wrapped]) -> list[tf.Tensor]:
     """Returns the loop variables of the inputs or outputs of the body."""
     return [
-      with_models(self._rewriter, values[i]) if rows else values[i].t
-      for i, rows in self.stacked.items()
+      with_models(self._rewriter, values[i]) if is_stacked else values[i].t
+      for i, is_stacked in self.stacked.items()
     ]
 
   def _shapes(self) -> list[tf.TensorShape]:
@@ -400,9 +400,9 @@ class _Loop:
     outputs = [(self._call.op.outputs[i], x) for i, x in self.stacked.items()]
     return [
       tf.TensorShape([count]).concatenate(x.shape)
-      if rows and x.dtype != tf.variant
+      if is_stacked and x.dtype != tf.variant
       else x.shape
-      for x, rows in outputs
+      for x, is_stacked in outputs
     ]
 
   def _run(self, test: Any, body: Any, first: Any, shapes: Any) -> Any:

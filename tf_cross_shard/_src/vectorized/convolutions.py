@@ -108,8 +108,8 @@ def _has_groups(dtype: tf.DType, padding: bytes) -> bool:
   @tf.function(autograph=False)
   def differentiate() -> Any:
     x, filters = tf.ones([1, 3, 3, 2], dtype), tf.ones([2, 2, 1, 2], dtype)
-    own = pads if padding == b"EXPLICIT" else padding.decode()
-    return tf.gradients(tf.nn.conv2d(x, filters, 1, own), [x, filters])
+    padded = pads if padding == b"EXPLICIT" else padding.decode()
+    return tf.gradients(tf.nn.conv2d(x, filters, 1, padded), [x, filters])
 
   with tf.init_scope():
     try:

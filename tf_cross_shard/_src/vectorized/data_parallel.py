@@ -37,7 +37,7 @@ class BatchValues(arguments.ReplicaValues):
   """
 
   def __init__(self, tensor: Any, count: int) -> None:
-    super().__init__(tensor, count, arguments.Layout.ROWS)
+    super().__init__(tensor, count, arguments.Layout.STACKED)
 
   def _split(self) -> tuple[Any, ...]:
     size = examples_of_replica(num_examples(self.tensor), self.count)
@@ -56,7 +56,7 @@ class BatchValuesSpec(arguments.ReplicaValuesSpec):
   __slots__: list[str] = []
 
   def __init__(self, spec: tf.TypeSpec, count: int) -> None:
-    super().__init__(spec, count, arguments.Layout.ROWS)
+    super().__init__(spec, count, arguments.Layout.STACKED)
 
   @property
   def value_type(self) -> type:
@@ -252,7 +252,7 @@ class DataParallelExtended(extended.ModelsExtended):
       BatchValues(tensor, self.num_copies)
       if is_batch
       else arguments.ReplicaValues(
-        tensor, self.num_copies, arguments.Layout.ROWS
+        tensor, self.num_copies, arguments.Layout.STACKED
       )
       for tensor, is_batch in zip(tensors, has_examples, strict=True)
     ]
@@ -381,7 +381,7 @@ def deal(
   return datasets.retyped(
     batched,
     lambda leaf: arguments.ReplicaValuesSpec(
-      leaf, count, arguments.Layout.ROWS
+      leaf, count, arguments.Layout.STACKED
     ),
     options,
   )

@@ -101,7 +101,7 @@ def gather(
   """Gathers the values of the group's first `count` members.
 
   The gather is a sum. Each replica contributes a tensor with a new axis 0 of
-  `count` rows that holds its own value in its own row and zeros elsewhere.
+  `count` entries that holds its value in its entry and zeros elsewhere.
 
   Returns a tensor of shape `[count, *tensor.shape]`.
   """
@@ -118,11 +118,11 @@ def gather(
   # Sum 32-bit words: every bit arrives unchanged, and dtypes that TPUs do not
   # sum can be gathered too.
   words = tf.bitcast(tensor, tf.uint32)
-  # is_own[i]: whether this replica is member i of its group.
+  # is_member[i]: whether this replica is member i of its group.
   members = tf.constant(group_assignment)[:, :count]
-  is_own = tf.reduce_any(members == replica_context.replica_id(), axis=0)
-  is_own = tf.reshape(is_own, [-1, *[1] * words.shape.rank])
-  spread = tf.where(is_own, words[None], tf.zeros([], words.dtype))
+  is_member = tf.reduce_any(members == replica_context.replica_id(), axis=0)
+  is_member = tf.reshape(is_member, [-1, *[1] * words.shape.rank])
+  spread = tf.where(is_member, words[None], tf.zeros([], words.dtype))
   return tf.bitcast(cross_replica_sum(spread, group_assignment), dtype)
 
 
@@ -147,13 +147,15 @@ class _Groups:
       self.group_of[members] = group
       self.position[members] = np.arange(self.size)
 
-  def sums(self, rows: tf.Tensor) -> tf.Tensor:
-    """Returns the sum of each group's rows, `[groups, ...]`."""
-    dtype = rows.dtype
+  def sums(self, stack: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of each group's values, `[groups, ...]`."""
+    dtype = stack.dtype
     # As the other engines do: add half precision in float32.
     if dtype in (tf.bfloat16, tf.float16):
-      rows = tf.cast(rows, tf.float32)
-    members = [tf.gather(rows, self.assignment[:, i]) for i in range(self.size)]
+      stack = tf.cast(stack, tf.float32)
+    members = [
+      tf.gather(stack, self.assignment[:, i]) for i in range(self.size)
+    ]
     return tf.cast(tf.add_n(members), dtype)
 
 
@@ -174,20 +176,20 @@ def _all_reduce(call: Call) -> Any:
 
 @converts("XlaReduceScatter")
 def _reduce_scatter(call: Call) -> Any:
-  groups, own = _Groups(call), stacked(call, 0)
+  groups, values = _Groups(call), stacked(call, 0)
   parts = tf.reshape(
-    groups.sums(own), [len(groups.assignment), groups.size, -1]
+    groups.sums(values), [len(groups.assignment), groups.size, -1]
   )
   places = np.stack([groups.group_of, groups.position], 1)
   return [wrap(tf.gather_nd(parts, places), True)]
 
 
 def _all_to_all(call: Call) -> Any:
-  groups, own = _Groups(call), stacked(call, 0)
-  shape = tf.shape(own)
+  groups, values = _Groups(call), stacked(call, 0)
+  shape = tf.shape(values)
   # slices[r, i] is what replica r sends to member i of its group.
   slices = tf.reshape(
-    own, tf.concat([[groups.assignment.size, groups.size, -1], shape[2:]], 0)
+    values, tf.concat([[groups.assignment.size, groups.size, -1], shape[2:]], 0)
   )
   senders = groups.assignment[groups.group_of]  # [N, size]
   receiver = np.broadcast_to(groups.position[:, np.newaxis], senders.shape)

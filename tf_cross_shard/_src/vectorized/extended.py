@@ -210,7 +210,7 @@ class ModelsExtended(
     replicas: Sequence[int] | None = None,
   ) -> list[Any]:
     """Adds the program of all replicas to the graph being built."""
-    stacks = {key: own.stack_handle for key, own in variables.items()}
+    stacks = {key: variable.stack_handle for key, variable in variables.items()}
     return vectorizer.vectorize(
       function, self.num_copies, inputs, stacks, self.are_models, replicas
     )
@@ -218,7 +218,7 @@ class ModelsExtended(
   def _values(self, converted: Any) -> arguments.ReplicaValues:
     layout = arguments.Layout.SHARED
     if converted.is_stacked:
-      layout = arguments.Layout.ROWS
+      layout = arguments.Layout.STACKED
     return arguments.ReplicaValues(converted.t, self.num_copies, layout)
 
   def variables_of(self, function: Any) -> dict[int, Any]:
@@ -320,9 +320,11 @@ class ModelsExtended(
       if any(_differs(leaf) for leaf in given):
         results = []
         for i, copy in enumerate(self._local_results(var)):
-          own = [self._local_results(x)[i] if _differs(x) else x for x in given]
+          of_model = [
+            self._local_results(x)[i] if _differs(x) else x for x in given
+          ]
           own_args, own_kwargs = tf.nest.pack_sequence_as(
-            (args, kwargs or {}), own
+            (args, kwargs or {}), of_model
           )
           results.append(fn(copy, *own_args, **own_kwargs))
         return tuple(results)
@@ -372,7 +374,7 @@ class ModelsExtended(
       return self._combine_shared(operation, value.tensor, axis)
     if type(value) is not arguments.ReplicaValues:  # Parts of several sizes.
       return _combine_parts(operation, value.values, axis)
-    return _combine_rows(operation, value.tensor, axis)
+    return _combine_copies(operation, value.tensor, axis)
 
   def _combine_here(self, operation: tf.distribute.ReduceOp, value: Any) -> Any:
     """Combines the replicas' values inside a replica's program."""
@@ -408,16 +410,16 @@ def _stacked_variable(value: Any) -> variable.StackedVariable | None:
   return native if isinstance(native, variable.StackedVariable) else None
 
 
-def _combine_rows(
-  operation: tf.distribute.ReduceOp, rows: tf.Tensor, axis: Any
+def _combine_copies(
+  operation: tf.distribute.ReduceOp, stack: tf.Tensor, axis: Any
 ) -> tf.Tensor:
   """Combines the values of all replicas, and an axis of each value."""
-  if rows.dtype in (tf.bool, tf.string):
-    return rows[0]  # Keras averages a batch only for its shape.
+  if stack.dtype in (tf.bool, tf.string):
+    return stack[0]  # Keras averages a batch only for its shape.
   axes = [0]
   if axis is not None:
     axes += [x + 1 if x >= 0 else x for x in tf.nest.flatten(axis)]
-  return _combine(operation, [rows], axes)
+  return _combine(operation, [stack], axes)
 
 
 def _combine_parts(
@@ -426,7 +428,7 @@ def _combine_parts(
   """Combines values that may have different sizes along the axis."""
   tensors = [tf.convert_to_tensor(part) for part in parts]
   if axis is None:
-    return _combine_rows(operation, tf.stack(tensors), None)
+    return _combine_copies(operation, tf.stack(tensors), None)
   return _combine(operation, tensors, axis)
 
 

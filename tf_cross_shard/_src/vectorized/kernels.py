@@ -2,7 +2,7 @@
 
 A kernel updates one variable with one learning rate. Replicas may have
 different learning rates and step counts. Then the kernel's formula is computed
-on the stacks, where row i has the numbers of replica i. With the same numbers
+on the stacks, where entry i has the numbers of replica i. With the same numbers
 on all replicas, the kernel itself updates the whole stack.
 
 The names are those of the kernels' arguments in TensorFlow's documentation.
@@ -148,7 +148,7 @@ def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
         values[name] = _number(given.t)
     for name, given in zip(names, call.inputs, strict=True):
       if given.is_stacked and name not in ("grad", "delta"):
-        # A number for each row.
+        # A number for each replica.
         values[name] = tf.reshape(given.t, [-1, *[1] * (rank - 1)])
     changed = formula(values)
     return tf.group(

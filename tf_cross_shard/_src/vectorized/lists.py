@@ -104,8 +104,8 @@ def _get(call: Call) -> Any:
   shape, dtype = call.unstacked_input(2), _dtype(call)
 
   def get(i: tf.Tensor) -> tf.Tensor:
-    own = _with_axis(call, shape) if is_list else shape
-    return list_ops.tensor_list_get_item(handle, i, dtype, own)
+    element_shape = _with_axis(call, shape) if is_list else shape
+    return list_ops.tensor_list_get_item(handle, i, dtype, element_shape)
 
   if not differs:
     return [wrap(_by_source(call, get(index)), True)]

@@ -4,7 +4,7 @@
 
 `run` traces the replica's function as an ordinary `tf.function` and rewrites
 the graph, so that every tensor that differs between replicas has a first axis
-of N rows. In the device's eyes there is one program with larger tensors.
+of N copies. In the device's eyes there is one program with larger tensors.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A variable whose replicas' copies are the rows of one stack.
+"""A variable whose replicas' copies are one stack.
 
 The stack has the shape `[N, ...]`. It is created when a program or the host
 first needs it; until then there is one initial value for all replicas.
@@ -7,9 +7,9 @@ Replicas see a variable of the shape `[...]`. Their program is traced with a
 handle that has this shape and, once there is a stack, no value. `vectorizer`
 puts the stack in its place.
 
-The host reads row 0 or, if the variable is aggregated on reading, as metrics
-are, an aggregate of the rows: for models the mean. An assignment on the host
-sets all rows.
+The host reads copy 0 or, if the variable is aggregated on reading, as metrics
+are, an aggregate of the copies: for models the mean. An assignment on the host
+sets all copies.
 """
 
 import functools
@@ -82,7 +82,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
         value = _read(self.replica_handle, self._dtype)
         self._stack = resource_variable_ops.ResourceVariable(
           initial_value=tf.repeat(value[tf.newaxis], self._count, axis=0),
-          shape=self._with_rows(self._shape),
+          shape=self._with_copies(self._shape),
           trainable=False,
           dtype=self._dtype,
           name=f"{self._shared_name}/stack",
@@ -99,7 +99,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     device: str = self.replica_handle.device
     return device
 
-  def _with_rows(self, shape: Any) -> tf.TensorShape:
+  def _with_copies(self, shape: Any) -> tf.TensorShape:
     return tf.TensorShape([self._count]).concatenate(shape)
 
   @property
@@ -129,7 +129,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
   def read_stack(self) -> tf.Tensor:
     """Returns the copies of all replicas, of shape `[N, ...]`."""
     stack = _read(self.stack_handle, self._dtype)
-    stack.set_shape(self._with_rows(self._shape))
+    stack.set_shape(self._with_copies(self._shape))
     return stack
 
   def whole_copies(self) -> Sequence[np.ndarray]:
@@ -138,9 +138,9 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
 
   def set_copies(self, arrays: Sequence[np.ndarray]) -> None:
     """Sets the copy of each replica."""
-    rows = tf.ensure_shape(np.stack(arrays), self._with_rows(self._shape))
+    stack = tf.ensure_shape(np.stack(arrays), self._with_copies(self._shape))
     tf.raw_ops.AssignVariableOp(
-      resource=self.stack_handle, value=tf.cast(rows, self._dtype)
+      resource=self.stack_handle, value=tf.cast(stack, self._dtype)
     )
 
   def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
@@ -238,8 +238,8 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Assigns one value to all copies."""
     shape = self._shape.merge_with(value.shape)
     value.set_shape(shape)
-    rows = tf.stack([value] * self._count)
-    operation(resource=self.stack_handle, value=rows)
+    copies = tf.stack([value] * self._count)
+    operation(resource=self.stack_handle, value=copies)
     return self
 
   def _aggregate(self, value: Any) -> Any:
@@ -266,7 +266,7 @@ def _read(handle: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def _mean(stack: tf.Tensor) -> tf.Tensor:
-  """Returns the mean of the rows; for integers, rounded."""
+  """Returns the mean of the copies; for integers, rounded."""
   if stack.dtype.is_floating or stack.dtype.is_complex:
     return tf.reduce_mean(stack, axis=0)
   mean = tf.reduce_mean(tf.cast(stack, tf.float64), axis=0)

@@ -58,11 +58,11 @@ def pack(
 
   def unpack(reduced: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     parts: list[Any] = [None] * len(tensors)
-    for bucket, own, buffer in zip(buckets, joined, reduced, strict=True):
+    for bucket, members, buffer in zip(buckets, joined, reduced, strict=True):
       pieces = [buffer]
-      if len(own) > 1:
+      if len(members) > 1:
         lengths = [
-          tf.shape(r)[0] if r.shape[0] is None else r.shape[0] for r in own
+          tf.shape(r)[0] if r.shape[0] is None else r.shape[0] for r in members
         ]
         pieces = tf.split(buffer, lengths)
       for i, piece in zip(bucket, pieces, strict=True):

@@ -100,8 +100,10 @@ class _Overrides:
     self._extended = extended
     # Usually only the class has these methods. Remember the methods that the
     # object itself has, so that `remove` can restore them.
-    own = vars(extended)
-    self._own = {name: own[name] for name in _OVERRIDDEN if name in own}
+    attributes = vars(extended)
+    self._replaced = {
+      name: attributes[name] for name in _OVERRIDDEN if name in attributes
+    }
     use_merge_call = extended._use_merge_call
     all_reduce = extended._replica_ctx_all_reduce
     extended._use_merge_call = lambda: not _is_isolated() and use_merge_call()
@@ -111,8 +113,8 @@ class _Overrides:
 
   def remove(self) -> None:
     for name in _OVERRIDDEN:
-      if name in self._own:
-        setattr(self._extended, name, self._own[name])
+      if name in self._replaced:
+        setattr(self._extended, name, self._replaced[name])
       else:
         delattr(self._extended, name)
 

@@ -107,8 +107,8 @@ class Layout:
       owned[owner].append(index)
       spent[owner] += costs[index]
     cuts = tuple(
-      tuple(Cut(i, 0, sizes[i]) for i in sorted(own or by_cost[-1:]))
-      for own in owned
+      tuple(Cut(i, 0, sizes[i]) for i in sorted(indices or by_cost[-1:]))
+      for indices in owned
     )
     part_size = max(sum(cut.size for cut in of_member) for of_member in cuts)
     return cls(tuple(sizes), cuts, max(1, part_size))
@@ -146,8 +146,8 @@ class Layout:
     pieces: list[list[tf.Tensor]] = [[] for _ in self.sizes]
     filled = [0] * len(self.sizes)  # How many elements are assembled so far.
     for member, part in enumerate(parts):
-      own = self.unpack(member, part)
-      for cut, piece in zip(self.cuts[member], own, strict=True):
+      of_member = self.unpack(member, part)
+      for cut, piece in zip(self.cuts[member], of_member, strict=True):
         # A member without its own tensor repeats a different member's tensor,
         # which is then already complete.
         if cut.start == filled[cut.index]:

@@ -39,12 +39,12 @@ class TfKerasBinding(binding.Binding):
     return wrapped
 
   def deserialize(self, config: Any, custom_objects: Any) -> Any:
-    own = config["config"]
-    wrapped = own.get("inner_optimizer")
+    settings = config["config"]
+    wrapped = settings.get("inner_optimizer")
     if wrapped and wrapped["config"].get("is_legacy_optimizer") is False:
       # A LossScaleOptimizer would make Keras 3's Lion and Adafactor.
       wrapped = self.deserialize(wrapped, custom_objects)
-      config = {**config, "config": {**own, "inner_optimizer": wrapped}}
+      config = {**config, "config": {**settings, "inner_optimizer": wrapped}}
     try:
       return super().deserialize(config, custom_objects)
     except ValueError:

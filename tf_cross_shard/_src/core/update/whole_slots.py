@@ -126,8 +126,8 @@ class WholeSlot(_Trackable):
       # Overwrite the elements that are both in the part and in this slot.
       low, high = max(start, begin), min(stop, end)
       if low < high:
-        own = value.reshape(-1)[low - start : high - start]
-        part[low - begin : high - begin] = own
+        cut = value.reshape(-1)[low - start : high - start]
+        part[low - begin : high - begin] = cut
     copies.write(self.parts, parts)
 
   def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:

@@ -162,8 +162,8 @@ def _name_in_keras(kind: type[Any]) -> str:
   """Returns the name of a class of Keras; "" for other and legacy classes."""
   library, *place = kind.__module__.split(".")
   is_keras = library in ("keras", "tf_keras") and len(place) == 3
-  is_own = is_keras and place[:2] == ["src", "optimizers"]
-  return kind.__name__ if is_own else ""
+  is_optimizer = is_keras and place[:2] == ["src", "optimizers"]
+  return kind.__name__ if is_optimizer else ""
 
 
 def check_is_one(optimizer: Any, argument: str, value: Any) -> None:

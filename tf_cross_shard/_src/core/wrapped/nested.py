@@ -49,7 +49,7 @@ def groups_of(
   model by itself. `strategy` is the strategy of the variables; by default, that
   of the optimizer.
   """
-  own = strategy
+  made_in = strategy
   for nested in nested_optimizers(optimizer):
     groups = getattr(nested, "groups", None)
     if isinstance(groups, groups_lib.Groups):
@@ -61,8 +61,8 @@ def groups_of(
           " replicas. Create both inside the scope of one strategy."
         )
       return groups
-    own = own or keras_private.strategy(nested)
-  return reduce.default_groups(own or tf.distribute.get_strategy())
+    made_in = made_in or keras_private.strategy(nested)
+  return reduce.default_groups(made_in or tf.distribute.get_strategy())
 
 
 def rate_variables(optimizer: Optimizer) -> list[Variable]:

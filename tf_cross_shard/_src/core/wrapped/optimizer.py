@@ -112,8 +112,8 @@ class WrappedOptimizer(abc.ABC):
     with tf.init_scope():
       for slot, variable in zip(slots, variables, strict=False):
         natives = map(variables_lib.native, (slot, variable))
-        for own, weight in zip(*map(copies, natives), strict=True):
-          own.assign(weight)
+        for copy, weight in zip(*map(copies, natives), strict=True):
+          copy.assign(weight)
 
   @property
   @abc.abstractmethod

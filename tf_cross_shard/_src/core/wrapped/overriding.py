@@ -25,9 +25,9 @@ def overriding(target: Any, **attributes: Any) -> Iterator[None]:
   >>> point.x, hasattr(point, "y")
   (1, False)
   """
-  own = vars(target)
-  before = {name: own[name] for name in attributes if name in own}
-  own.update(attributes)
+  present = vars(target)
+  before = {name: present[name] for name in attributes if name in present}
+  present.update(attributes)
   try:
     yield
   finally:
@@ -35,6 +35,6 @@ def overriding(target: Any, **attributes: Any) -> Iterator[None]:
     # the order in which `optimizer.slots_at` searches for slots.
     for name in attributes:
       if name in before:
-        own[name] = before[name]
+        present[name] = before[name]
       else:
-        own.pop(name, None)
+        present.pop(name, None)
