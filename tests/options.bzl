@@ -26,6 +26,7 @@ SLOW = [
     "equivalence/keras_own_test.py",
     "equivalence/mixed_precision_test.py",
     "equivalence/original_test.py",
+    "equivalence/programs_test.py",
     "equivalence/random_programs_test.py",
     "equivalence/repeated_ids_test.py",
     "equivalence/tf_keras_mode_test.py",
