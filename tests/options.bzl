@@ -29,6 +29,7 @@ SLOW = [
     "equivalence/programs_test.py",
     "equivalence/random_programs_test.py",
     "equivalence/repeated_ids_test.py",
+    "equivalence/strangers_test.py",
     "equivalence/tf_keras_mode_test.py",
     "multi_process/examples_test.py",
     "multi_process/migration_example_test.py",

@@ -96,7 +96,8 @@ say "$bazel: $("$bazel" --version)"
 if [[ $PWD == *" "* ]]; then
   project=$PWD copy=$(mktemp -d)
   trap '"$bazel" clean --expunge &>/dev/null; rm -rf "$copy"' EXIT
-  tar -cf - --exclude=./.venv --exclude=./.bazel --exclude=./.git . |
+  tar -cf - --exclude=./.venv --exclude='./.venv-*' --exclude=./.bazel \
+    --exclude=./.git . |
     tar -xf - -C "$copy"
   ln -s "$project/.venv" "$copy/.venv"
   cd "$copy"

@@ -49,6 +49,8 @@ for legacy in 0 1; do
   check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
 done
 unset TF_USE_LEGACY_KERAS
+# Do models of other libraries train as with plain Keras?
+check bash tools/strangers.sh
 # Does long training need ever more memory, threads or open files?
 check "$python" tools/soak.py
 
