@@ -5,6 +5,7 @@ makes them while pytest imports it, before pytest imports any test.
 """
 
 import ast
+import gc
 import os
 import pathlib
 import sys
@@ -31,6 +32,10 @@ def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
   options.autotune.enabled = False
   return dataset_ops.DatasetV2.with_options(dataset, options)
 
+
+# The garbage collector does not search TensorFlow's modules again each time.
+gc.collect()
+gc.freeze()
 
 logical_devices.split_cpu(NUM_DEVICES)
 if logical_devices.KIND == "GPU":
@@ -87,7 +92,7 @@ def _place(item: pytest.Item) -> tuple[bool, bool]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   """Marks slow tests; with pytest-xdist, also sorts all tests."""
   for item in items:
-    if item.path in _OPTIONS["SLOW"]:
+    if item.path in _OPTIONS["SLOW"] and not item.get_closest_marker("fast"):
       item.add_marker("slow")
   if "PYTEST_XDIST_WORKER" in os.environ:
     items.sort(key=_place)

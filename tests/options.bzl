@@ -19,7 +19,8 @@ LARGE = [
     "unit/replica_state/group_models_test.py",
 ]
 
-# Tests that take long. tools/test.sh leaves them out; .ci/run runs them.
+# Tests that take long. tools/test.sh runs only those that are marked as fast;
+# .ci/run runs all.
 SLOW = [
     "equivalence/batch_normalization_test.py",
     "equivalence/keras_layers_test.py",

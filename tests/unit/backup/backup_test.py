@@ -246,7 +246,9 @@ def received() -> Iterator[list[int]]:
   signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("kind", ["one device", "tf_keras"])
+@pytest.mark.parametrize(
+  "kind", [pytest.param("one device", marks=pytest.mark.fast), "tf_keras"]
+)
 def test_a_signal_ends_the_process_with_a_backup(
   kind: str, tmp_path: pathlib.Path, received: list[int]
 ) -> None:
@@ -487,6 +489,7 @@ def test_warns_if_fit_shuffles_arrays(
   assert warned == is_warned
 
 
+@pytest.mark.fast
 def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
   """A crash while a backup is being written leaves the previous backup."""
   folder = tmp_path

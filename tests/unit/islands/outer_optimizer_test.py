@@ -39,8 +39,8 @@ def make(outer: Any = None, **options: Any) -> islands.Islands:
 
 def synchronized(loop: islands.Islands) -> np.ndarray:
   """Returns the weight of all groups, which is their anchor."""
-  [anchor] = loop.outer.optimizer._wrapped.trainable_variables
-  both = testbed.copies(loop.weights[0]) + testbed.copies(anchor)
+  [anchors] = loop.anchors()
+  both = testbed.copies(loop.weights[0]) + anchors
   assert len({value.tobytes() for value in both}) == 1
   assert len(both) == 2 * testbed.REPLICAS
   return both[0]
@@ -101,7 +101,7 @@ def diloco(
   ("where", "groups", "library", "warmup", "window"),
   [
     ("mirrored", SINGLETONS, tf_keras, 3, 1),
-    ("virtual", STRIDED, keras, 2, 1),
+    pytest.param("virtual", STRIDED, keras, 2, 1, marks=pytest.mark.fast),
     ("mirrored", PAIRS, keras, 0, 2),
   ],
 )
@@ -195,10 +195,6 @@ def test_collectives_between_groups() -> None:
     travels.clear()
     loop.train(GRADS[4:5])
     assert travels == [("bfloat16", [3], STRIDED)]
-  step = mock.Mock(wraps=outer._state.synchronize)
-  with mock.patch.object(outer._state, "synchronize", step):
-    loop.train(GRADS[:10])
-  assert step.call_count == 2
 
 
 def test_groups_that_skip_steps_are_synchronized_in_one_step() -> None:
@@ -295,30 +291,26 @@ def test_fit_synchronized_in_every_step(
 @pytest.mark.parametrize("library", [keras, tf_keras])
 def test_fit_of_several_steps_at_once(library: Any) -> None:
   """Groups synchronize after the execution in which the count passes H."""
-  outer, found = callbacks.OuterOptimizer(3, sgd(library)), []
-  count = outer._count
+  found: list[bool] = []
 
-  def record(calls: int) -> None:
-    count(calls)
-    [weight, _] = outer._state.weights
-    values = {copy.tobytes() for copy in testbed.copies(weight)}
-    found.append((calls, len(values)))
+  def record(*_: Any, **__: Any) -> None:
+    copies = testbed.copies(after.model.trainable_variables[0])
+    found.append(len({copy.tobytes() for copy in copies}) == 1)
 
-  with mock.patch.object(outer, "_count", record):
-    fit(
-      testbed.STRATEGIES["virtual"](),
-      library,
-      lambda opt: training.KERASES[islands.NAMES[library]][
-        1
-      ].CrossShardOptimizer(opt, group_assignment=PAIRS),
-      steps_per_execution=2,
-      callbacks=[outer],
-    )
-  # Also the last execution of an epoch counts the batches that it has.
-  assert [calls for calls, _ in found] == [2, 1, 2, 1]
-  assert [values == 1 for _, values in found] == [False, True, False, True]
+  _, package = training.KERASES[islands.NAMES[library]]
+  after = library.callbacks.LambdaCallback(on_train_batch_end=record)
+  fit(
+    testbed.STRATEGIES["virtual"](),
+    library,
+    lambda opt: package.CrossShardOptimizer(opt, group_assignment=PAIRS),
+    steps_per_execution=2,
+    callbacks=[callbacks.OuterOptimizer(3, sgd(library)), after],
+  )
+  # After steps 2, 3, 5 and 6: the last execution of an epoch has one batch.
+  assert found == [False, True, False, True]
 
 
+@pytest.mark.fast
 def test_weights_that_are_set_are_the_next_anchor() -> None:
   """The outer optimizer does not use an assignment as a gradient."""
   outer = callbacks.OuterOptimizer(2)
@@ -338,43 +330,44 @@ def test_weights_that_are_set_are_the_next_anchor() -> None:
   assert (np.abs(synchronized(loop) - 1024.0) < 100).all()
   # In the middle of a round, where groups differ, nothing is done.
   loop.train(GRADS[4:5])
-  [anchor] = outer.optimizer._wrapped.trainable_variables
-  before = testbed.copies(anchor)
+  before = loop.anchors()
   outer.build(loop.optimizer, loop.weights)
-  np.testing.assert_equal(testbed.copies(anchor), before)
+  np.testing.assert_equal(loop.anchors(), before)
 
 
-def test_count_waits_for_no_device() -> None:
-  """The step count is one variable on the host, also inside the scope."""
-  outer, loop = callbacks.OuterOptimizer(2), make()
-  with testbed.mirrored().scope():
-    outer.build(loop.optimizer, loop.weights)
-  assert not hasattr(outer._state.calls, "distribute_strategy")
-  assert outer._state.calls.device.endswith("CPU:0")
-
-
+@pytest.mark.fast
 def test_executions_of_several_steps() -> None:
-  """An execution synchronizes once at most, also after the warm-up."""
-  outer = callbacks.OuterOptimizer(4, warmup=3)
-  make(outer)
-  events: list[str] = []
+  """An execution synchronizes once at most, also after the warm-up.
 
-  def record(is_warmup: bool) -> bool:
-    events.append("average" if is_warmup else "outer step")
-    return True
-
-  with mock.patch.object(outer._state, "synchronize", record):
-    for calls, expected in (
-      (1, ["average"]),
-      (5, ["average"]),  # up to step 6, which is the third after the warm-up
-      (1, ["outer step"]),
-      (3, []),
-      (9, ["outer step"]),  # up to step 19, past the ends of two rounds
-      (4, ["outer step"]),
-    ):
-      outer._count(calls)
-      assert events == expected
-      events.clear()
+  Keras calls the callback with the number of steps that `fit` takes.
+  """
+  with testbed.mirrored().scope():
+    model = testbed.one_weight()
+    optimizer = keras3.CrossShardOptimizer("sgd", group_assignment=PAIRS)
+    model.compile(optimizer, "mse", steps_per_execution=9)
+  outer = callbacks.OuterOptimizer(4, keras.optimizers.SGD(0.5), warmup=3)
+  outer.set_model(model)
+  [weight] = model.trainable_variables
+  for calls, expected in (
+    (1, "average"),
+    (5, "average"),  # up to step 6, which is the third after the warm-up
+    (1, "outer step"),
+    (3, "nothing"),
+    (9, "outer step"),  # up to step 19, past the ends of two rounds
+    (4, "outer step"),
+  ):
+    weight.assign([[0.0]])
+    outer.set_params({"steps": calls})
+    outer.on_train_begin()
+    outer.on_train_batch_begin(0)
+    replica_state_cases.spread(weight, [[[1.0]], [[1.0]], [[3.0]], [[3.0]]])
+    outer.on_train_batch_end(calls - 1)
+    right = {
+      "average": [2.0] * 4,
+      "outer step": [1.0] * 4,
+      "nothing": [1.0, 1.0, 3.0, 3.0],
+    }[expected]
+    assert np.ravel(testbed.copies(weight)).tolist() == right, calls
 
 
 def test_several_dtypes() -> None:
@@ -384,8 +377,8 @@ def test_several_dtypes() -> None:
   loop = make_several(outer, dtypes=dtypes)
   loop.train(*(rows[:2] for rows in SEVERAL_GRADS))
   assert [weight.dtype for weight in loop.weights] == list(dtypes)
-  for weight, anchor in zip(loop.weights, outer._state.anchors, strict=True):
-    both = [*testbed.copies(weight), *testbed.copies(anchor)]
+  for weight, anchors in zip(loop.weights, loop.anchors(), strict=True):
+    both = [*testbed.copies(weight), *anchors]
     assert len({copy.tobytes() for copy in both}) == 1
     assert both[0].any()
 
@@ -395,7 +388,10 @@ def test_several_dtypes() -> None:
 
 @pytest.mark.parametrize(
   ("where", "library", "steps"),
-  [("mirrored", tf_keras, 2), ("virtual", keras, 9)],
+  [
+    ("mirrored", tf_keras, 2),
+    pytest.param("virtual", keras, 9, marks=pytest.mark.fast),
+  ],
 )
 def test_resumes_from_a_file(
   where: str, library: Any, steps: int, tmp_path: pathlib.Path
@@ -420,6 +416,7 @@ def test_resumes_from_a_file(
 # ------------------------------------------------------------------ not finite
 
 
+@pytest.mark.fast
 def test_an_outer_gradient_that_is_not_finite(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -434,10 +431,13 @@ def test_an_outer_gradient_that_is_not_finite(
   rows = np.zeros([4, 5, 4], "f")
   rows[2:, 1, 1] = np.nan
   replica_state_cases.spread(loop.weights[1], rows)
-  state = [*outer._state.anchors, *outer.optimizer.variables]
-  before = [testbed.copies(v) for v in state]
+
+  def state() -> list[Any]:
+    return [*loop.anchors(), *map(testbed.copies, outer.optimizer.variables)]
+
+  before = state()
   train(3, 7)
-  np.testing.assert_equal([testbed.copies(v) for v in state], before)
+  np.testing.assert_equal(state(), before)
   assert int(outer.optimizer.skipped_steps.numpy()) == 2
   assert caplog.text.count("Groups were not synchronized after 4 steps") == 1
   assert caplog.text.count("not synchronized") == 1

@@ -66,7 +66,10 @@ def _accumulating(library: Any) -> Any:
 @pytest.mark.parametrize(
   ("where", "package", "make"),
   [
-    ("mirrored", keras3, lambda library: library.optimizers.Adam),
+    pytest.param(
+      *("mirrored", keras3, lambda library: library.optimizers.Adam),
+      marks=pytest.mark.fast,
+    ),
     ("pair", keras3, _accumulating),
     ("mirrored", tf_keras, _scaled),
     ("virtual", tf_keras, _older),
@@ -136,6 +139,7 @@ def test_restored_training_equals_uninterrupted_training(
       assert len(set(bits)) == 1
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
   ("source", "where", "groups"),
   [
@@ -591,6 +595,7 @@ def test_a_file_of_another_number_of_models(tmp_path: pathlib.Path) -> None:
   _assert_refused(*make(2), path, words)
 
 
+@pytest.mark.fast
 def test_malformed_files(tmp_path: pathlib.Path) -> None:
   """Each byte of a file is in archive_test.py."""
   path = tmp_path / "a"
