@@ -4,7 +4,7 @@ multi_worker_errors_test.py tests the same with real workers.
 """
 
 import json
-from typing import Any
+import time
 
 import pytest
 import tensorflow as tf
@@ -19,19 +19,37 @@ IS_STUCK = json.dumps([False, LIMIT + 1, "callback.py, line 3, in save"])
 TRAINS = json.dumps([False, 0.1, "a place"])
 
 
+class _Store:
+  """The key-value store of worker 0, with what the other workers write.
+
+  Attributes:
+    answers: The answers of workers 1 and 2 to an alarm; None for no answer.
+    alarms: Who has raised an alarm: "this worker" or "another worker".
+  """
+
+  def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    self.answers: list[str | None] = [None, None]
+    self.alarms: list[str] = []
+    self._answer: str | None = None
+    for name in ("put_if_missing", "read", "wait"):
+      monkeypatch.setattr(key_value_store, name, getattr(self, f"_{name}"))
+
+  def _put_if_missing(self, key: str, value: str) -> None:
+    if value:
+      self._answer = value
+    else:
+      self.alarms.append("this worker")
+
+  def _read(self, key: str) -> str | None:
+    return "" if self.alarms else None
+
+  def _wait(self, key: str, deadline: float) -> str | None:
+    return [self._answer, *self.answers][int(key.rpartition("/")[2])]
+
+
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> stall_watch.StallWatch:
-  """Returns the stall watch of worker 0, with an empty store."""
-  store: dict[str, str] = {}
-  monkeypatch.setattr(key_value_store, "put_if_missing", store.setdefault)
-  monkeypatch.setattr(key_value_store, "read", store.get)
-  monkeypatch.setattr(
-    key_value_store, "wait", lambda key, deadline: store.get(key)
-  )
-  workers = agreement.Workers(NAMES, 0, step_timeout=LIMIT)
-  made = stall_watch.StallWatch(workers)
-  made.store = store
-  return made
+def store(monkeypatch: pytest.MonkeyPatch) -> _Store:
+  return _Store(monkeypatch)
 
 
 @pytest.fixture
@@ -46,24 +64,33 @@ def aborted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   return messages
 
 
-def _wait(watch: stall_watch.StallWatch, seconds: float) -> None:
-  """Simulates that this worker has waited in a collective."""
-  watch._entered.assign_add(1)
-  watch.look()
-  watch._changed -= seconds
+def _watch() -> stall_watch.StallWatch:
+  workers = agreement.Workers(NAMES, 0, step_timeout=LIMIT)
+  return stall_watch.StallWatch(workers)
 
 
-def _answer(watch: Any, *answers: str | None) -> None:
-  """Makes the other workers answer the first alarm."""
-  for index, answer in enumerate(answers, start=1):
-    if answer is not None:
-      watch.store[f"{watch._key}/0/{index}"] = answer
+def _check_in_collective(
+  monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> bool | None:
+  """Checks for an alarm after a collective of this worker took so long."""
+  watch = _watch()
+  checked: list[bool | None] = []
+
+  def collective() -> list[tf.Tensor]:
+    assert watch.look()[0]
+    later = time.monotonic() + seconds
+    with monkeypatch.context() as patch:
+      patch.setattr(stall_watch.time, "monotonic", lambda: later)
+      checked.append(watch.check(0))
+    return []
+
+  watch.run([], collective)
+  return checked[0]
 
 
-def test_counts_collectives_in_traced_functions(
-  watch: stall_watch.StallWatch,
-) -> None:
-  waiting = []
+def test_counts_collectives_in_traced_functions(store: _Store) -> None:
+  del store
+  watch, waiting = _watch(), []
 
   @tf.function
   def step(value: tf.Tensor) -> tf.Tensor:
@@ -75,11 +102,10 @@ def test_counts_collectives_in_traced_functions(
     [doubled] = watch.run([value], collective)
     return doubled
 
-  assert float(step(tf.constant(2.0))) == 4.0
-  assert float(step(tf.constant(3.0))) == 6.0
+  for value in (2.0, 3.0):
+    assert float(step(tf.constant(value))) == 2 * value
+    assert not watch.look()[0]
   assert len(waiting) == 2
-  assert (int(watch._entered), int(watch._left)) == (2, 2)
-  assert not watch.look()[0]
 
 
 @pytest.mark.parametrize(
@@ -97,37 +123,35 @@ def test_counts_collectives_in_traced_functions(
   ],
 )
 def test_names_workers_that_do_not_wait(
-  watch: stall_watch.StallWatch,
+  store: _Store,
   aborted: list[str],
+  monkeypatch: pytest.MonkeyPatch,
   answers: list[str | None],
   named: str,
   other: str | None,
 ) -> None:
-  _wait(watch, LIMIT)
-  _answer(watch, *answers)
-  assert watch.check(0)
+  store.answers = answers
+  assert _check_in_collective(monkeypatch, LIMIT)
   [message] = aborted
   assert named in message
   assert "more than 1000 seconds" in message
   assert other is None or other not in message
+  assert store.alarms == ["this worker"]
 
 
 def test_a_short_wait_raises_no_alarm(
-  watch: stall_watch.StallWatch, aborted: list[str]
+  store: _Store, aborted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  _wait(watch, LIMIT - 1)
-  assert watch.check(0) is None
-  assert watch.store == {}
-  assert aborted == []
+  assert _check_in_collective(monkeypatch, LIMIT - 1) is None
+  assert store.alarms == aborted == []
 
 
 def test_training_worker_is_not_aborted_by_another_workers_alarm(
-  watch: stall_watch.StallWatch, aborted: list[str]
+  store: _Store, aborted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  watch.store[f"{watch._key}/0"] = ""
-  _answer(watch, WAITS, IS_STUCK)
-  _wait(watch, 1.0)
-  assert watch.check(0) is False
+  store.alarms = ["another worker"]
+  store.answers = [WAITS, IS_STUCK]
+  assert _check_in_collective(monkeypatch, 1.0) is False
   assert aborted == []
 
 

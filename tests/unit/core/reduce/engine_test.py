@@ -61,10 +61,10 @@ def test_hint_for_chooses_nccl_or_ring(
   assert found == hint
 
 
-def _hints(ops: collective_ops.CollectiveOps) -> dict[str, list[str]]:
-  """Returns the `communication_hint` of each collective, one for each dtype."""
-  found: dict[str, list[str]] = {}
+def _traced(ops: collective_ops.CollectiveOps) -> list[tf.Operation]:
+  """Returns four collectives of one replica in one function."""
   groups = groups_lib.contiguous(2, 2)
+  found: list[tf.Operation] = []
 
   def trace() -> None:
     for name, dtypes in (
@@ -73,44 +73,47 @@ def _hints(ops: collective_ops.CollectiveOps) -> dict[str, list[str]]:
       (collective_ops.ALL_TO_ALL, [tf.float32]),
     ):
       rows = [tf.zeros([2, 2], dtype) for dtype in dtypes]
-      found[name] = [
-        result.op.get_attr("communication_hint").decode()
-        for result in ops.run(name, rows, groups, 0, "CPU:0")
-      ]
+      found.extend(r.op for r in ops.run(name, rows, groups, 0, "CPU:0"))
 
   tf.function(trace, autograph=False).get_concrete_function()
   return found
 
 
-def test_unsupported_dtypes_and_all_to_all_use_auto() -> None:
-  by_nccl = collective_ops.CollectiveOps(chains=4, hint="nccl")
-  assert _hints(by_nccl) == {
-    collective_ops.ALL_REDUCE: ["nccl", "auto"],
-    collective_ops.ALL_GATHER: ["nccl"],
-    collective_ops.ALL_TO_ALL: ["auto"],
-  }
-  # Kernels of two chains could start in another order on another device.
-  assert by_nccl._chains == 1
-  by_ring = collective_ops.CollectiveOps(chains=4, hint="ring")
-  assert _hints(by_ring)[collective_ops.ALL_REDUCE] == ["ring", "ring"]
-  assert by_ring._chains == 4
+@pytest.mark.parametrize(
+  ("asked", "hints", "chains"),
+  [
+    # NCCL has neither a bfloat16 sum nor an all-to-all. Kernels of two chains
+    # could start in another order on another device.
+    ("nccl", ["nccl", "auto", "nccl", "auto"], 1),
+    ("ring", ["ring", "ring", "ring", "auto"], 4),
+  ],
+)
+def test_unsupported_dtypes_and_all_to_all_use_auto(
+  asked: str, hints: list[str], chains: int
+) -> None:
+  ops = _traced(collective_ops.CollectiveOps(chains=4, hint=asked))
+  found = [op.get_attr("communication_hint").decode() for op in ops]
+  assert found == hints
+  tokens = {op.inputs[-1].name for op in ops}
+  assert len(tokens) == chains
 
 
 @pytest.mark.parametrize(
-  ("make", "asked"),
+  ("make", "method"),
   [
-    (tf.distribute.HierarchicalCopyAllReduce, "ring"),
-    (tf.distribute.NcclAllReduce, "auto"),
-    (lambda: None, "auto"),
+    (tf.distribute.HierarchicalCopyAllReduce, "CollectiveReduceV2 (ring)"),
+    (tf.distribute.NcclAllReduce, "CollectiveReduceV2 (nccl)"),
+    (lambda: None, "CollectiveReduceV2 (nccl)"),
   ],
 )
 def test_cross_device_ops_of_mirrored_strategy_are_used(
-  make: Any, asked: str
+  make: Any, method: str
 ) -> None:
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], make())
-  with mock.patch.object(collective_ops, "of_strategy") as of_strategy:
-    reduce.for_strategy(strategy)
-  assert of_strategy.call_args.kwargs == {"asked": asked}
+  with mock.patch.object(
+    type(strategy.extended), "worker_devices", ("/GPU:0", "/GPU:1")
+  ):
+    assert reduce.for_strategy(strategy).method == method
 
 
 def test_communication_options_of_multi_worker_strategy_are_used() -> None:
@@ -120,12 +123,8 @@ def test_communication_options_of_multi_worker_strategy_are_used() -> None:
   strategy = tf.distribute.MultiWorkerMirroredStrategy(
     communication_options=options
   )
-  with (
-    mock.patch.object(collective_ops, "of_strategy") as of_strategy,
-    mock.patch.object(multi_worker.agreement, "of_strategy"),
-  ):
-    multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
-  assert of_strategy.call_args.kwargs["asked"] == "nccl"
+  engine = multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
+  assert engine.method == "CollectiveReduceV2 (nccl)"
 
 
 def test_workers_compare_variables_and_gradients_once() -> None:
