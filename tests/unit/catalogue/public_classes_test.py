@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 import tf_cross_shard
 from tests.support import training
@@ -58,6 +59,18 @@ def test_public_arguments_have_types() -> None:
     plain = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     untyped = [p.name for p in plain if p.annotation in (Any, p.empty)]
     assert untyped in ([], ["self"], ["self", "grad_loss"])
+
+
+@pytest.mark.parametrize(("home", "its_keras"), KERAS)
+def test_arguments_by_position_are_those_of_tensorflow_1(
+  home: Any, its_keras: Any
+) -> None:
+  """Calls of TensorFlow 1's class mean the same; others name what they set."""
+  del its_keras
+  parameters = inspect.signature(home.CrossShardOptimizer).parameters.values()
+  by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+  original = inspect.signature(tf.compat.v1.tpu.CrossShardOptimizer)
+  assert by_position == list(original.parameters)
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)

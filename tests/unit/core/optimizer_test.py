@@ -1,7 +1,6 @@
 """Tests the interface of CrossShardOptimizer: places, arguments, and errors."""
 
 import functools
-import inspect
 import pathlib
 from collections.abc import Callable
 from concurrent import futures
@@ -366,23 +365,6 @@ def test_what_a_graph_has_read_is_updated_on_every_replica() -> None:
   for _ in range(2):  # Neither built nor told of variables.
     testbed.run(lambda: optimizer.minimize(testbed.mark() * weight))
   assert testbed.copies(weight) == [10.0 - 15.0 - 15.0 * 1.5] * 4
-
-
-def test_arguments_of_the_constructor() -> None:
-  """A new argument needs a gain that somebody measured; see docs/design.md."""
-  signature = inspect.signature(CrossShardOptimizer)
-  assert list(signature.parameters) == [
-    *("opt", "reduction", "name", "group_assignment"),
-    *("loss_averaged_over", "clipnorm", "global_clipnorm", "clipvalue"),
-    *("wire_dtype", "skip_nonfinite", "scale_gradients", "fused_update"),
-    *("accumulate_steps", "shard_update", "lazy_rows", "group_settings"),
-  ]
-  keyword_only = [
-    name
-    for name, parameter in signature.parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-  ]
-  assert keyword_only == list(signature.parameters)[4:]
 
 
 def test_two_fits_in_two_threads_with_two_strategies(
