@@ -32,31 +32,17 @@ def one_number(y: Any, prediction: Any) -> Any:
   return tf.reduce_mean((y - prediction) ** 2)
 
 
-def _losses(library: Any) -> dict[str, dict[str, Any]]:
-  """Returns arguments of `compile` for a model with two outputs, by name."""
+def _losses(library: Any) -> dict[str, Any]:
+  """Returns arguments of `compile` for a model with an output of each loss."""
   error = library.losses.MeanSquaredError
-  none = None if library is keras else "none"
-  return {
-    "mean": {"loss": ["mse", "mse"]},
-    "sum": {"loss": [error(reduction="sum"), error(reduction="sum")]},
-    "none": {"loss": [error(reduction=none), error(reduction=none)]},
-    "number": {"loss": [one_number, one_number]},
-    "mixed": {
-      "loss": [error(reduction="sum"), "mse"],
-      "loss_weights": [0.5, 2.0],
-    },
-    "mixed number": {
-      "loss": [one_number, error(reduction="sum")],
-      "loss_weights": [4.0, 0.25],
-    },
-    "one of two": {"loss": [error(reduction="sum"), None]},
-  }
+  losses = [error(), error(reduction="sum"), one_number]
+  return {"loss": losses, "loss_weights": [0.5, 2.0, 4.0]}
 
 
 def _model(
   library: Any, optimizer: Any, extra: bool = False, **compiled: Any
 ) -> Any:
-  """Compiles a model with two outputs, whose weights are all one.
+  """Compiles a model with an output of each loss; all weights are one.
 
   `extra` adds losses by `add_loss`, a regularizer of weights and one of
   activations.
@@ -80,7 +66,7 @@ def _model(
     layers.Dense(
       1, use_bias=False, kernel_initializer="ones", name=name, **regularizers
     )(inputs)
-    for name in ("a", "b")
+    for name in "abc"[: len(compiled["loss"])]
   ]
   if extra:
     outputs[0] = Mean()(outputs[0])
@@ -92,7 +78,7 @@ def _model(
 def _fit(model: Any, rows: Any, **options: Any) -> None:
   model.fit(
     X[rows],
-    [Y[rows], Y[rows]],
+    [Y[rows]] * len(model.outputs),
     shuffle=False,
     verbose=0,
     **options,
@@ -121,7 +107,8 @@ def _check(
       for member in members
       for row in range(4)
     ]
-    alone = _model(library, sgd(2.0**-8), extra, **compiled)
+    eagerly = {"steps_per_execution": 1, "run_eagerly": True}
+    alone = _model(library, sgd(2.0**-8), extra, **{**compiled, **eagerly})
     _fit(alone, rows, batch_size=4 * len(members))
     assert (np.asarray(alone.trainable_variables[0]) != 1).any()
     for ours, plain in zip(
@@ -138,26 +125,32 @@ def _check(
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
 @pytest.mark.parametrize("grouping", ["ungrouped", "strided"])
-@pytest.mark.parametrize("kind", _losses(keras))
 def test_each_group_trains_as_plain_keras(
-  library: Any, package: Any, grouping: str, kind: str
+  library: Any, package: Any, grouping: str
 ) -> None:
   options = {"group_assignment": testbed.GROUPINGS[grouping]}
-  compiled = _losses(library)[kind]
-  if kind == "none" and library is tf_keras:
-    with pytest.raises(ValueError, match="`loss` must be a scalar"):
-      _check(library, package, options, compiled)
-  else:
-    _check(library, package, options, compiled)
+  _check(library, package, options, _losses(library))
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
-@pytest.mark.parametrize("kind", ["mean", "mixed number"])
-def test_added_losses_and_regularizers(
-  library: Any, package: Any, kind: str
-) -> None:
+def test_an_output_without_a_loss(library: Any, package: Any) -> None:
+  """In Keras 3, the loss of the other output is not reduced."""
+  options = {"group_assignment": testbed.GROUPINGS["strided"]}
+  reduction = None if library is keras else "sum"
+  loss = library.losses.MeanSquaredError(reduction=reduction)
+  _check(library, package, options, {"loss": [loss, None]})
+
+
+def test_a_loss_of_tf_keras_without_a_reduction_is_refused() -> None:
+  none = tf_keras.losses.MeanSquaredError(reduction="none")
+  with pytest.raises(ValueError, match="`loss` must be a scalar"):
+    _check(tf_keras, ours_tf_keras, {}, {"loss": [none, none]})
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_added_losses_and_regularizers(library: Any, package: Any) -> None:
   options = {"group_assignment": testbed.GROUPINGS["contiguous"]}
-  _check(library, package, options, _losses(library)[kind], extra=True)
+  _check(library, package, options, _losses(library), extra=True)
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
@@ -169,21 +162,21 @@ def test_several_steps(library: Any, package: Any, how: dict[str, Any]) -> None:
     "group_assignment": testbed.GROUPINGS["contiguous"],
     "scale_gradients": "run_eagerly" in how,
   }
-  compiled = {**_losses(library)["mixed number"], **how}
-  _check(library, package, options, compiled, steps=2)
+  _check(library, package, options, {**_losses(library), **how}, steps=2)
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
 def test_train_on_batch(library: Any, package: Any) -> None:
-  compiled = _losses(library)["mixed number"]
+  compiled = _losses(library)
   with testbed.mirrored().scope():
     optimizer = package.CrossShardOptimizer(library.optimizers.SGD(2.0**-8))
     model = _model(library, optimizer, **compiled)
-  model.train_on_batch(X[:ROWS], [Y[:ROWS], Y[:ROWS]])
+  outputs = len(model.outputs)
+  model.train_on_batch(X[:ROWS], [Y[:ROWS]] * outputs)
   alone = _model(library, library.optimizers.SGD(2.0**-8), **compiled)
   # In Keras 3, each replica receives the whole batch.
   rows = np.tile(np.arange(ROWS), 4 if library is keras else 1)
-  alone.train_on_batch(X[rows], [Y[rows], Y[rows]])
+  alone.train_on_batch(X[rows], [Y[rows]] * outputs)
   for ours, plain in zip(model.weights, alone.weights, strict=True):
     assert testbed.copies(ours)[0].tolist() == np.asarray(plain).tolist()
 
@@ -219,21 +212,18 @@ def _single(library: Any, optimizer: Any, loss: Any) -> Any:
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
 @pytest.mark.parametrize(
-  ("kind", "argument", "words"),
+  ("kinds", "argument", "words"),
   [
-    ("mean", None, []),
-    ("mean", "global", []),
-    ("sum", None, []),
-    ("number", None, ["loss one_number returns one number"]),
+    ("mean sum number", None, ["loss one_number returns one number"]),
     ("number", "confirmed", []),
     ("mean", "replica", ["mean_squared_error by 0.5", "right factor is 2"]),
-    ("sum", "global", ["mean_squared_error by 2", "right factor is 1"]),
+    ("mean sum", "global", ["mean_squared_error by 2", "right factor is 1"]),
   ],
 )
 def test_what_is_logged(
   library: Any,
   package: Any,
-  kind: str,
+  kinds: str,
   argument: str | None,
   words: list[str],
   log: pytest.LogCaptureFixture,
@@ -241,15 +231,16 @@ def test_what_is_logged(
   error = library.losses.MeanSquaredError
   if argument == "confirmed":
     argument = "replica" if library is keras else "global"
-  loss = {"mean": error(), "sum": error(reduction="sum"), "number": one_number}
+  every = {"mean": error(), "sum": error(reduction="sum"), "number": one_number}
   with testbed.mirrored().scope():
     optimizer = package.CrossShardOptimizer(
       library.optimizers.SGD(0.5),
       group_assignment=testbed.GROUPINGS["contiguous"],
       loss_averaged_over=argument,
     )
-    model = _single(library, optimizer, loss[kind])
-  model.fit(X[:ROWS], Y[:ROWS], batch_size=ROWS, verbose=0)
+    losses = [every[kind] for kind in kinds.split()]
+    model = _model(library, optimizer, loss=losses)
+  _fit(model, slice(0, ROWS), batch_size=ROWS)
   # Retracing, and what Keras would evaluate, are warned about, too.
   others = ("Consider", "retracing", "evaluate()")
   lines = [x for x in log.messages if not any(word in x for word in others)]
@@ -295,7 +286,6 @@ def test_a_compiled_model_is_saved_and_loaded(
     optimizer = package.CrossShardOptimizer("sgd")
     loss = library.losses.MeanSquaredError(reduction="sum")
     model = _single(library, optimizer, loss)
-    model.fit(X[:ROWS], Y[:ROWS], batch_size=ROWS, verbose=0)
     model.save(path)
     loaded = library.models.load_model(path)
   for each in (model, loaded):
