@@ -4,7 +4,7 @@ Each test compares the models with calls of the same function on variables
 without a strategy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,10 @@ Body = Callable[[Any, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def _compare(step: Any, jit: bool | None = None, rtol: float = 1e-5) -> None:
-  """Compares the results and variables of `step(variable, trips, x)`."""
+  """Compares the variables and results of `step(variable, trips, x)`.
+
+  The results are a dictionary of tensors.
+  """
   strategy = VectorizedStrategy(N)
   with strategy.scope():
     variable = tf.Variable(START)
@@ -36,18 +39,14 @@ def _compare(step: Any, jit: bool | None = None, rtol: float = 1e-5) -> None:
     return strategy.run(lambda *args: step(variable, *args), (trips, x))
 
   result = tf.function(run, jit_compile=jit, autograph=False)(trips, x)
+  plain = tf.Variable(START)
+  alone = tf.function(lambda *args: step(plain, *args), autograph=False)
   for i in range(N):
-    plain = tf.Variable(START)
-    expected = tf.function(
-      lambda *args, v=plain: step(v, *args), autograph=False
-    )(tf.constant(TRIPS[i]), tf.constant(inputs[i]))
-    tf.nest.map_structure(
-      lambda got, want, i=i: np.testing.assert_allclose(
-        strategy.experimental_local_results(got)[i], want, rtol, 1e-6
-      ),
-      result,
-      expected,
-    )
+    plain.assign(START)
+    expected = alone(tf.constant(TRIPS[i]), tf.constant(inputs[i]))
+    for name, want in expected.items():
+      got = strategy.experimental_local_results(result[name])[i]
+      np.testing.assert_allclose(got, want, rtol, 1e-6, err_msg=name)
     np.testing.assert_allclose(testbed.copies(variable)[i], plain, rtol, 1e-6)
 
 
@@ -200,60 +199,88 @@ EFFECTS: dict[str, Body] = {
   "host": _from_host,
   "check": lambda v, i, a: tf.debugging.check_numerics(a, "") + 1.0,
 }
-_WITHOUT_GRADIENT = {"argmax"}
 # XLA has no such operations, or other random numbers.
 _NOT_COMPILED = {"host", "assertion", "assign a row", "stateless random"}
 
 
-@pytest.mark.parametrize("name", [*BODIES, *EFFECTS])
-def test_a_loop_that_models_leave_one_by_one(name: str) -> None:
-  body = {**BODIES, **EFFECTS}[name]
-  _compare(lambda v, n, x: _loop(body, v, n, x))
+# Names of bodies without a side effect, twelve of which are in one program.
+_PURE = [list(BODIES)[i : i + 12] for i in range(0, len(BODIES), 12)]
+_PROGRAMS = [*_PURE, *([name] for name in EFFECTS)]
+
+
+def _check_loops(names: Sequence[str], jit: bool | None = None) -> None:
+  bodies = {**BODIES, **EFFECTS}
+
+  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> dict[str, tf.Tensor]:
+    return {name: _loop(bodies[name], v, n, x) for name in names}
+
+  _compare(step, jit)
+
+
+@pytest.mark.parametrize("names", _PROGRAMS, ids=lambda names: names[0])
+def test_loops_that_models_leave_one_by_one(names: Sequence[str]) -> None:
+  _check_loops(names)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*BODIES, *EFFECTS} - _NOT_COMPILED))
-def test_a_compiled_loop_that_models_leave_one_by_one(name: str) -> None:
-  body = {**BODIES, **EFFECTS}[name]
-  _compare(lambda v, n, x: _loop(body, v, n, x), jit=True)
+@pytest.mark.parametrize("names", _PROGRAMS, ids=lambda names: names[0])
+def test_compiled_loops_that_models_leave_one_by_one(
+  names: Sequence[str],
+) -> None:
+  compiled = [name for name in names if name not in _NOT_COMPILED]
+  if not compiled:
+    pytest.skip("XLA has no such operation.")
+  _check_loops(compiled, jit=True)
 
 
-@pytest.mark.parametrize("name", [*BODIES, *EFFECTS])
-def test_a_loop_that_some_models_enter(name: str) -> None:
-  body = {**BODIES, **EFFECTS}[name]
+@pytest.mark.parametrize("names", _PROGRAMS, ids=lambda names: names[0])
+def test_loops_that_some_models_enter(names: Sequence[str]) -> None:
+  bodies = {**BODIES, **EFFECTS}
 
-  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    two = tf.constant(2)
-    return tf.cond(n > 1, lambda: _loop(body, v, two, x), lambda: x * 2.0)
+  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> dict[str, tf.Tensor]:
+    return {
+      name: tf.cond(
+        n > 1,
+        lambda body=bodies[name]: _loop(body, v, tf.constant(2), x),
+        lambda: x * 2.0,
+      )
+      for name in names
+    }
 
   _compare(step)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.parametrize("some_enter", [False, True])
-def test_gradients_of_loops(some_enter: bool, name: str) -> None:
-  if name in _WITHOUT_GRADIENT:
-    pytest.skip("TensorFlow has no gradient of its own.")
-
-  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> Any:
-    with tf.GradientTape() as tape:
-      tape.watch(x)
-      if some_enter:
-        y = tf.cond(
-          n > 1, lambda: _loop(BODIES[name], v, n, x), lambda: x * 2.0
-        )
-      else:
-        y = _loop(BODIES[name], v, n, x)
-      loss = tf.reduce_sum(y * y)
-    of_x, of_v = tape.gradient(loss, [x, v])
-    return of_x, x if of_v is None else tf.convert_to_tensor(of_v)
+def _check_gradients(some_enter: bool, names: Sequence[str]) -> None:
+  def step(v: Any, n: tf.Tensor, x: tf.Tensor) -> dict[str, tf.Tensor]:
+    gradients = {}
+    for name in names:
+      with tf.GradientTape() as tape:
+        tape.watch(x)
+        if some_enter:
+          y = tf.cond(
+            n > 1,
+            lambda body=BODIES[name]: _loop(body, v, n, x),
+            lambda: x * 2.0,
+          )
+        else:
+          y = _loop(BODIES[name], v, n, x)
+        loss = tf.reduce_sum(y * y)
+      of_x, of_v = tape.gradient(loss, [x, v])
+      gradients[f"{name}, x"] = of_x
+      if of_v is not None:
+        gradients[f"{name}, variable"] = tf.convert_to_tensor(of_v)
+    return gradients
 
   _compare(step, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-  "name", ["tanh", "nested loop", "condition of a slice"]
-)
-def test_some_gradients_of_loops(name: str) -> None:
-  test_gradients_of_loops(True, name)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", _PURE, ids=lambda names: names[0])
+@pytest.mark.parametrize("some_enter", [False, True])
+def test_gradients_of_loops(some_enter: bool, names: Sequence[str]) -> None:
+  # TensorFlow has no gradient of argmax.
+  _check_gradients(some_enter, [name for name in names if name != "argmax"])
+
+
+def test_some_gradients_of_loops() -> None:
+  _check_gradients(True, ["tanh", "nested loop", "condition of a slice"])
