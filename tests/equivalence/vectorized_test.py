@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
@@ -157,7 +157,7 @@ MODELS: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
   "statistics by group": (
     (6,),
     lambda: _sequential(
-      _K.Input((6,)), _K.Dense(8), layers.SyncBatchNormalization(PAIRS)
+      _K.Input((6,)), _K.Dense(8), layers.SyncBatchNormalization([[0, 1]])
     ),
   ),
   "embedding": (
@@ -218,27 +218,51 @@ def _assert_equal(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_options(name: str) -> None:
-  make = OPTIMIZERS[name]
-  expected = _train(testbed.mirrored(), "dense", make)
-  _assert_equal(
-    _train(VectorizedStrategy(N, split_batches=True), "dense", make), expected
-  )
+  """Each replica has other gradients."""
+  rng = np.random.default_rng(1)
+  shapes = {"kernel": (6, 8), "bias": (8,)}
+  scale = 2.0**15 if "loss scale" in name else 1.0  # as Keras starts
+  grads = [
+    (scale * rng.normal(size=(6, N, *shape))).astype("f")
+    for shape in shapes.values()
+  ]
+  found = []
+  for strategy in (
+    testbed.mirrored(),
+    VectorizedStrategy(N, split_batches=True),
+  ):
+    with strategy.scope():
+      weights = [
+        testbed.variable(np.full(shape, 0.5, "f"), weight)
+        for weight, shape in shapes.items()
+      ]
+      optimizer = OPTIMIZERS[name]()
+      testbed.build(optimizer, weights)
+    training.train(weights, optimizer, grads, strategy=strategy)
+    variables = [*weights, *testbed.variables_of(optimizer)]
+    found.append(list(map(testbed.copies, variables)))
+  for own, other in zip(*found, strict=True):
+    np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+  assert np.abs(np.array(found[0][0]) - 0.5).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
+  """Each replica is a group, and trains with its own weights."""
   if name == "seeded dropout" and testbed.IS_TF_KERAS:
     pytest.skip("Each replica of tf_keras has a generator of its own.")
-  make = OPTIMIZERS["pairs"]
-  expected = _train(testbed.mirrored(), name, make)
+  make = _optimizer([[0], [1]])
+  expected = _train(testbed.mirrored(2), name, make)
   _assert_equal(
-    _train(VectorizedStrategy(N, split_batches=True), name, make), expected
+    _train(VectorizedStrategy(2, split_batches=True), name, make), expected
   )
 
 
-@pytest.mark.parametrize("name", ["learning rates", "skip_nonfinite"])
-def test_compiled_by_xla(name: str) -> None:
-  make = OPTIMIZERS[name]
+def test_compiled_by_xla() -> None:
+  rates = [0.01, 0.02, 0.005, 0.03]
+  make = _optimizer(
+    SINGLE, lambda: _adam(schedules.PerGroup(rates)), skip_nonfinite=True
+  )
   expected = _train(testbed.mirrored(), "dense", make)
   got = _train(
     VectorizedStrategy(N, split_batches=True), "dense", make, jit=True
