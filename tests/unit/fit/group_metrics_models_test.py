@@ -17,8 +17,8 @@ from tf_cross_shard import (
   schedules,
 )
 
-N = 3
-RATES = (0.01, 0.03, 0.1)
+N = 2
+RATES = (0.01, 0.1)
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(48, 4)).astype("float32")
 Y = np.eye(3, dtype="float32")[_RNG.integers(0, 3, 48)]
@@ -40,14 +40,18 @@ class Subclassed(tf.keras.Model):  # type: ignore[misc]
     return self.last(self.normalize(self.hidden(x), training=training))
 
 
-def _compiled(rate: Any) -> Any:
+def _compiled(rate: Any, **options: Any) -> Any:
   tf.keras.utils.set_random_seed(1)
   model = Subclassed()
   model(X[:1])
   metrics = ["accuracy", tf.keras.metrics.F1Score()]
   adam = tf.keras.optimizers.Adam(rate)
-  model.compile(adam, "categorical_crossentropy", metrics=metrics)
+  model.compile(adam, "categorical_crossentropy", metrics=metrics, **options)
   return model
+
+
+def _plain(rate: float) -> Any:
+  return _compiled(rate, run_eagerly=True)
 
 
 def _models() -> Any:
@@ -89,7 +93,7 @@ def test_each_model_is_evaluated_as_by_plain_keras(
     ],
   ).history
   for i, rate in enumerate(RATES):
-    plain, expected = _compiled(rate), {}
+    plain, expected = _plain(rate), {}
     for _ in range(3):
       logs = plain.fit(_data(i), validation_data=VALIDATION, verbose=0).history
       found = plain.evaluate(*TEST, verbose=0, return_dict=True)
@@ -159,7 +163,7 @@ def test_each_model_may_have_its_own_validation_data() -> None:
   history = model.fit(_data(), verbose=0, callbacks=[metrics]).history
   assert "val_loss/ensemble" not in history
   for i, rate in enumerate(RATES):
-    plain = _compiled(rate)
+    plain = _plain(rate)
     plain.fit(_data(i), verbose=0)
     each = data.map(lambda x, y, w, i=i: (x, y, w[:, i]))
     right = plain.evaluate(each, verbose=0, return_dict=True)["loss"]
@@ -172,12 +176,12 @@ def test_stateful_layers() -> None:
   x = _RNG.normal(size=(8, 4, 2)).astype("float32")
   data = tf.data.Dataset.from_tensor_slices((x, x[:, 0])).batch(4)
 
-  def compiled(rate: Any) -> Any:
+  def compiled(rate: Any, **options: Any) -> Any:
     tf.keras.utils.set_random_seed(1)
     layers = [tf.keras.Input(batch_shape=(4, 4, 2))]
-    layers += [tf.keras.layers.GRU(2, stateful=True)]
+    layers += [tf.keras.layers.SimpleRNN(2, stateful=True, unroll=True)]
     model = tf.keras.Sequential(layers)
-    model.compile(tf.keras.optimizers.SGD(rate), "mse")
+    model.compile(tf.keras.optimizers.SGD(rate), "mse", **options)
     return model
 
   with VectorizedStrategy(N).scope():
@@ -186,7 +190,7 @@ def test_stateful_layers() -> None:
   options = {"epochs": 2, "verbose": 0}
   history = model.fit(data, callbacks=[metrics], **options).history
   for i, rate in enumerate(RATES):
-    plain = compiled(rate)
+    plain = compiled(rate, run_eagerly=True)
     [state] = plain.layers[-1].states
     right = []
     for _ in range(2):
@@ -211,7 +215,7 @@ def test_data_without_end_need_a_number_of_steps() -> None:
     callbacks.GroupMetrics(tuple(a[:10] for a in VALIDATION), name="test"),
   ]
   history = _models().fit(_data(), verbose=0, callbacks=metrics).history
-  for name in ("loss/group_0", "loss/group_2", "loss/ensemble"):
+  for name in ("loss/group_0", "loss/group_1", "loss/ensemble"):
     [mine], [right] = history[f"val_{name}"], history[f"test_{name}"]
     assert mine == pytest.approx(right, rel=1e-6)
 

@@ -1,5 +1,6 @@
 """`callbacks.OptunaSearch`: each trial equals a plain fit with its settings."""
 
+import functools
 import math
 import pathlib
 import sys
@@ -119,7 +120,8 @@ def run(
   return list(history.epoch)
 
 
-def plain_values(settings: dict[str, float], epochs: int = EPOCHS) -> Any:
+@functools.cache
+def plain_values(**settings: float) -> Any:
   """Returns the values of a plain fit, and its model at the best epoch."""
   model = network(lambda: keras.layers.Dropout(0.5))
   # Keras' Dropout(0.0) draws no seed, so that the next layer draws another one.
@@ -127,14 +129,14 @@ def plain_values(settings: dict[str, float], epochs: int = EPOCHS) -> Any:
   adam = keras.optimizers.Adam(
     settings["learning_rate"], settings["beta_1"], epsilon=1e-3
   )
-  model.compile(adam, "mse")
+  model.compile(adam, "mse", run_eagerly=True)
   best = keras.callbacks.EarlyStopping(
     patience=99, restore_best_weights=True, monitor="val_loss"
   )
   history = model.fit(
     data(),
     validation_data=VALIDATION,
-    epochs=epochs,
+    epochs=EPOCHS,
     verbose=0,
     callbacks=[best],
   ).history
@@ -176,7 +178,7 @@ def test_each_trial_equals_a_plain_fit(
   for trial, settings in zip(study.trials, SETTINGS, strict=True):
     assert trial.params == settings
     assert trial.state == State.COMPLETE
-    right, plain = plain_values(settings)
+    right, plain = plain_values(**settings)
     np.testing.assert_allclose(values_of(trial), right, rtol=1e-5)
     assert trial.value == min(values_of(trial))
     if trial.value < best[0]:
@@ -230,7 +232,7 @@ def test_pruned_and_failed_trials_make_room() -> None:
   assert [t.last_step for t in study.trials] == [2, 0, 1, 2, 2]
   # Group 0 trains trials 0 and 3, group 1 trials 1, 2 and 4.
   assert len(epochs) == 6
-  right, _ = plain_values(settings[4])
+  right, _ = plain_values(**settings[4])
   np.testing.assert_allclose(values_of(study.trials[4]), right, rtol=1e-5)
 
 
@@ -299,23 +301,25 @@ def check_equal(killed: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
     np.testing.assert_array_equal(mine, other)
 
 
-@pytest.mark.parametrize(
-  ("every", "batch"), [("epoch", 20), (4, 32), ("epoch", 39), (4, 46)]
-)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+  """Returns a search that was not killed."""
+  return start(tmp_path_factory.mktemp("whole"), "epoch")
+
+
+@pytest.mark.parametrize(("every", "batch"), [("epoch", 39), (4, 46)])
 def test_a_killed_search_goes_on(
-  tmp_path: pathlib.Path, every: Any, batch: int
+  tmp_path: pathlib.Path, every: Any, batch: int, whole: tuple[Any, Any]
 ) -> None:
-  whole = start(tmp_path / "whole", every)
   with pytest.raises(Killed):
     start(tmp_path / "killed", every, Kill(batch, is_at_end=batch % 2 == 1))
   check_equal(start(tmp_path / "killed", every), whole)
 
 
 @pytest.mark.slow
-def test_fifty_kills(tmp_path: pathlib.Path) -> None:
+def test_fifty_kills(tmp_path: pathlib.Path, whole: tuple[Any, Any]) -> None:
   """Searches that are killed again and again, at random batches."""
   rng, kills = np.random.default_rng(0), 0
-  whole = start(tmp_path / "whole", "epoch")
   while kills < 50:
     folder, every = tmp_path / f"killed_{kills}", rng.choice(["epoch", "4"])
     every = every if every == "epoch" else int(every)
@@ -381,7 +385,8 @@ def test_layers_of_the_user_read_settings() -> None:
   found = []
   for i in range(3):
     plain = network(lambda i=i: Scale(lambda: 0.5 + i))
-    plain.compile(keras.optimizers.Adam(0.5, epsilon=1e-3), "mse")
+    adam = keras.optimizers.Adam(0.5, epsilon=1e-3)
+    plain.compile(adam, "mse", run_eagerly=True)
     plain.fit(data(), verbose=0)
     found.append(plain.evaluate(*VALIDATION, verbose=0))
   values = [trial.value for trial in study.trials]
@@ -424,9 +429,14 @@ def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks.OptunaSearch(study, suggest, trials=1, epochs=1)
 
 
-@pytest.mark.parametrize(
-  ("returned", "words"),
-  [
+def test_wrong_settings() -> None:
+  """They raise an error, and leave no running trial in the study."""
+  returned: list[Any] = [None]
+  search = callbacks.OptunaSearch(
+    make_study([]), lambda _: returned[0], trials=4, epochs=2
+  )
+  model = grouped(search, VectorizedStrategy(2))
+  for returned[0], words in (
     ([0.1], r"`suggest` must return a dictionary .*; got \[0.1\]"),
     ({"learning_rate": math.nan}, "dictionary of finite numbers"),
     ({"learning_rate": "0.1"}, "dictionary of finite numbers"),
@@ -434,16 +444,11 @@ def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"beta1": 0.5, "dropout": 0}, r"did you mean 'beta_1'\?"),
     ({"weight_decay": 0.5}, "Adam.weight_decay is None"),
     ({"beta_1": 0.5}, "reads search.value.'dropout'.*Add 'dropout' to"),
-  ],
-)
-def test_wrong_settings(returned: Any, words: str) -> None:
-  """They raise an error, and leave no running trial in the study."""
-  study = make_study([])
-  search = callbacks.OptunaSearch(study, lambda _: returned, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2))
-  with pytest.raises(ValueError, match=words):
-    run(search, model)
-  assert {trial.state for trial in study.trials} <= {State.FAIL}
+  ):
+    search.study = make_study([])
+    with pytest.raises(ValueError, match=words):
+      run(search, model)
+    assert {trial.state for trial in search.study.trials} <= {State.FAIL}
 
 
 def test_other_names_in_a_later_trial() -> None:
@@ -486,5 +491,5 @@ def test_fewer_trials_than_groups() -> None:
   search = callbacks.OptunaSearch(study, suggest, trials=1, epochs=2)
   model = grouped(search, VectorizedStrategy(2))
   assert len(run(search, model)) == 2
-  right, _ = plain_values(SETTINGS[0], epochs=2)
-  np.testing.assert_allclose(values_of(study.trials[0]), right, rtol=1e-5)
+  right, _ = plain_values(**SETTINGS[0])
+  np.testing.assert_allclose(values_of(study.trials[0]), right[:2], rtol=1e-5)
