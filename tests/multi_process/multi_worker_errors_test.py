@@ -24,11 +24,11 @@ TIMEOUT = {"arguments": {"timeout": 15.0}}
 LONGEST = 300.0
 
 
-def _faults(what: str) -> dict[str, Any]:
-  """Returns a launch of two workers, of which the second has the fault."""
+def _faults(what: str, workers: int = 2) -> dict[str, Any]:
+  """Returns the options of a launch, in which worker 1 has the fault."""
   return {
     "arguments": {"what": what},
-    "per_worker": [{"odd": False}, {"odd": True}],
+    "per_worker": [{"odd": i == 1} for i in range(workers)],
     "environment": SHORT,
   }
 
@@ -38,8 +38,8 @@ def _faults(what: str) -> dict[str, Any]:
 LAUNCHES: dict[str, tuple[str, int, dict[str, Any]]] = {
   "missing other": ("start", 3, {"absent": [2], "environment": SHORT}),
   "missing chief": ("start", 2, {"absent": [0], "chief": True, **TIMEOUT}),
-  "older": ("start", 2, {"per_worker": [{"older": False}, {"older": True}]}),
-  "disagree": ("faults", 2, _faults("disagree")),
+  "older": ("start", 3, {"per_worker": [{"older": i == 1} for i in range(3)]}),
+  "disagree": ("faults", 3, _faults("disagree", 3)),
   **{
     f"made {what}": ("faults", 2, _faults(what))
     for what in multi_worker_faults.MADE
@@ -141,8 +141,9 @@ def test_waiting_for_an_unreachable_worker_ends(
 
 
 def test_another_version_at_the_start(launches: Launches) -> None:
+  """Every worker reports it, although each ends when it has done so."""
   reports = launches.reports("older")
-  assert len(reports) == 2
+  assert len(reports) == 3
   for report in reports:
     _assert_says(
       report,
@@ -155,7 +156,10 @@ def test_another_version_at_the_start(launches: Launches) -> None:
 # --------------------------------------------------------------- disagreement
 
 DIFFERENCES = {
-  "group_assignment": (r"group_assignment: \[\[0\], \[1\]\]", r"\[\[0, 1\]\]"),
+  "group_assignment": (
+    r"group_assignment: \[\[0\], \[1\], \[2\]\]",
+    r"\[\[0, 1, 2\]\]",
+  ),
   "order": (r"variable 0: b float32 \[2, 3\]", r"a float32 \[3\]"),
   "sparse gradient": ("gradient 1: float32 rows", "gradient 1: float32"),
   "iterations": ("iterations: 5", "iterations: 0"),
@@ -175,7 +179,7 @@ def _assert_differs(report: Mapping[str, Any], what: str, odd: int = 1) -> None:
 def test_workers_that_differ_raise_the_difference(launches: Launches) -> None:
   """The workers can train after the error."""
   reports = launches.reports("disagree")
-  assert len(reports) == 2
+  assert len(reports) == 3
   for report in reports:
     for what in DIFFERENCES:
       _assert_differs(report[what], what)
@@ -194,14 +198,16 @@ def test_an_empty_variable_is_refused(launches: Launches) -> None:
 def test_a_worker_that_does_something_else_is_named(
   launches: Launches,
 ) -> None:
-  first, _ = launches.reports("disagree")
-  _assert_says(
-    first["absence"],
-    "MissingWorkerError",
-    rf"{_name(0)} waited 18 s for {_name(1)} at: the building of"
-    r" CrossShardOptimizer\. Each missing worker is not running, or is doing",
-  )
-  assert first["absence"]["unchanged"]
+  """The last worker starts to wait later, and does not wait longer."""
+  first, _, last = launches.reports("disagree")
+  for report in (first["absence"], last["absence"]):
+    _assert_says(
+      report,
+      "MissingWorkerError",
+      rf"{_name(0)} waited 18 s for {_name(1)} at: the building of"
+      r" CrossShardOptimizer\. Each missing worker is not running, or is doing",
+    )
+    assert report["unchanged"]
 
 
 CREATING = rf"({_name(0)}|{_name(1)}) was creating the variable"

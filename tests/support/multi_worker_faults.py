@@ -69,7 +69,8 @@ def differ(
   what: str, odd: bool, strategy: tf.distribute.Strategy
 ) -> dict[str, Any]:
   """Takes one step, which is different on the odd worker."""
-  groups = [[0], [1]] if odd and what == "group_assignment" else None
+  singletons = [[i] for i in range(strategy.num_replicas_in_sync)]
+  groups = singletons if odd and what == "group_assignment" else None
   with strategy.scope():
     make = tf.keras.Variable
     a = make(np.ones([3], "float32"), name="a")
@@ -87,6 +88,8 @@ def differ(
     if odd and what == "absence":
       time.sleep(strategy.timeout + 5.0)
       return
+    if what == "absence" and cases.place_of(strategy) == 2:
+      time.sleep(strategy.timeout / 2)
     optimizer.build(trained)
     if odd and what == "iterations":
       (own,) = strategy.experimental_local_results(optimizer.iterations.value)
