@@ -182,6 +182,10 @@ MODELS: dict[str, tuple[tuple[int, ...], Callable[[], Any]]] = {
 }
 
 
+# keras_layers_test.py has each of Keras' layers.
+_FAST = {"convolution", "statistics by group", "branches", "own train_step"}
+
+
 def _train(
   strategy: Any,
   model_name: str,
@@ -246,7 +250,13 @@ def test_options(name: str) -> None:
   assert np.abs(np.array(found[0][0]) - 0.5).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow)
+    for name in MODELS
+  ],
+)
 def test_models(name: str) -> None:
   """Each replica is a group, and trains with its own weights."""
   if name == "seeded dropout" and testbed.IS_TF_KERAS:
@@ -358,7 +368,9 @@ def test_a_nan_in_one_group_skips_that_group_alone() -> None:
   assert testbed.copies(optimizer.skipped_steps) == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("num_replicas", [5, 13])
+@pytest.mark.parametrize(
+  "num_replicas", [pytest.param(5, marks=pytest.mark.slow), 13]
+)
 @pytest.mark.parametrize(
   "make",
   [

@@ -63,6 +63,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_devices_and_iterators_of_a_new_process(
   tmp_path: pathlib.Path,
 ) -> None:

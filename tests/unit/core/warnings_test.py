@@ -65,7 +65,7 @@ def test_averages_in_shards_warn_at_evaluation(
   if swap is None:
     pytest.skip("tf_keras has no SwapEMAWeights")
   library = training.KERASES["keras"]
-  with testbed.mirrored().scope():
+  with testbed.mirrored(2).scope():
     model = testbed.one_weight()
     optimizer = library[1].CrossShardOptimizer(
       library[0].optimizers.SGD(0.5, use_ema=True), shard_update=shards

@@ -147,7 +147,9 @@ def values_of(trial: Any) -> list[float]:
   return [trial.intermediate_values[i] for i in range(trial.last_step + 1)]
 
 
-@pytest.mark.parametrize("kind", ["vectorized", "mirrored"])
+@pytest.mark.parametrize(
+  "kind", ["vectorized", pytest.param("mirrored", marks=pytest.mark.slow)]
+)
 def test_each_trial_equals_a_plain_fit(
   kind: str, tmp_path: pathlib.Path
 ) -> None:
