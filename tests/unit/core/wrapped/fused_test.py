@@ -13,7 +13,7 @@ import tf_keras
 from tests.support import oracle, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
-from tf_cross_shard._src.core.wrapped import fused
+from tf_cross_shard._src.core.wrapped import update_plan
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 STEPS = 200
@@ -389,5 +389,7 @@ def test_keras_updates_where_adams_kernel_is_slower(
   for row in optimizer.describe().rows():
     assert (row["updated_by"] == "ResourceApplyAdam") is has_kernel
     assert ("slower" in row["reason"]) is not has_kernel
-  plan = fused.plan(optimizer.inner_optimizer, None, False, in_function=False)
+  plan = update_plan.plan(
+    optimizer.inner_optimizer, None, False, in_function=False
+  )
   assert plan.has_kernel(weights[0].value)

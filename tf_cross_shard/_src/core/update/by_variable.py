@@ -35,12 +35,14 @@ from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.update import saved_state, sharded
-from tf_cross_shard._src.core.wrapped import fused
+from tf_cross_shard._src.core.wrapped import keras_classes
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
 # matrices, so a wide matrix costs more for each element.
-_LINEAR_COST = {*fused.ELEMENTWISE, *fused.BY_VARIABLE} - {"Muon"}
+_LINEAR_COST = {*keras_classes.ELEMENTWISE, *keras_classes.BY_VARIABLE} - {
+  "Muon"
+}
 
 
 class ByVariableUpdate(sharded.ShardedUpdate):
@@ -73,7 +75,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     del number
     natives = list(map(variables_lib.native, variables))
     shapes = [list(map(int, native.shape)) for native in natives]
-    opt_class = fused.keras_class(self.wrapped.base_optimizer)
+    opt_class = keras_classes.keras_class(self.wrapped.base_optimizer)
     is_linear = opt_class in _LINEAR_COST
     # The cost of an update: the number of elements or, where the optimizer
     # multiplies [m, n] matrices, the elements times min(m, n).

@@ -35,7 +35,11 @@ from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
-from tf_cross_shard._src.core.wrapped import fused, row_variables
+from tf_cross_shard._src.core.wrapped import (
+  keras_classes,
+  row_variables,
+  update_plan,
+)
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # The name of the weight of an `Embedding` in Keras 3 and tf_keras.
@@ -56,16 +60,16 @@ def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
       f" (gradient_accumulation_steps={wrapped.accumulates}), and accumulated"
       " gradients are dense. Set only one of these arguments."
     )
-  fused.check_is_one(optimizer, "lazy_rows", lazy_rows)
-  fused.check_vouched_for(optimizer, "lazy_rows", lazy_rows)
+  keras_classes.check_is_one(optimizer, "lazy_rows", lazy_rows)
+  keras_classes.check_vouched_for(optimizer, "lazy_rows", lazy_rows)
   if not hasattr(optimizer, "build"):
     raise ValueError(
       f"`lazy_rows` is {lazy_rows!r}, but {kind} is an optimizer of"
       " tf_keras.optimizers.legacy, which handles row-sparse gradients itself."
       " Remove `lazy_rows`, or use an optimizer of tf_keras.optimizers."
     )
-  known = fused.ELEMENTWISE
-  if lazy_rows is True and fused.keras_class(optimizer) not in known:
+  known = keras_classes.ELEMENTWISE
+  if lazy_rows is True and keras_classes.keras_class(optimizer) not in known:
     raise ValueError(
       f"`lazy_rows` is True, but {kind} may use norms or shapes of whole"
       f" variables. Use one of {', '.join(known)}, or pass"
@@ -77,7 +81,7 @@ def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
 def is_exact(optimizer: Optimizer) -> bool:
   """Returns whether plain Keras also updates only rows with a gradient."""
   # tf_keras' SGD writes a slot for each row in each step, with momentum or not.
-  return fused.keras_class(optimizer) in _EXACT and not (
+  return keras_classes.keras_class(optimizer) in _EXACT and not (
     getattr(optimizer, "momentum", 0)
     or getattr(optimizer, "momentums", None)
     or optimizer.weight_decay
@@ -146,7 +150,9 @@ class Tables:
     """
     optimizer = self._wrapped.base_optimizer
     has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
-    is_static = self._engine.is_single_program or fused.is_compiled(optimizer)
+    is_static = self._engine.is_single_program or update_plan.is_compiled(
+      optimizer
+    )
     return has_rows and not is_static
 
   @property
@@ -156,8 +162,11 @@ class Tables:
     Replicas of one program have no shapes that depend on data, and a class of
     your own may have.
     """
-    optimizer_class = fused.keras_class(self._wrapped.base_optimizer)
-    is_static = optimizer_class in (*fused.ELEMENTWISE, *fused.BY_VARIABLE)
+    optimizer_class = keras_classes.keras_class(self._wrapped.base_optimizer)
+    is_static = optimizer_class in (
+      *keras_classes.ELEMENTWISE,
+      *keras_classes.BY_VARIABLE,
+    )
     return self._engine.supports_sparse and (
       is_static or not self._engine.is_single_program
     )

@@ -35,7 +35,7 @@ from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.update import replicated, saved_state
 from tf_cross_shard._src.core.update import rows as rows_lib
-from tf_cross_shard._src.core.wrapped import fused, overriding
+from tf_cross_shard._src.core.wrapped import keras_classes, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
@@ -298,19 +298,19 @@ def choose_kind(optimizer: Optimizer, shard_update: Any) -> str:
   Raises `ValueError` if the optimizer cannot be sharded in this way.
   """
   class_name = type(optimizer).__name__
-  fused.check_is_one(optimizer, "shard_update", shard_update)
-  fused.check_vouched_for(optimizer, "shard_update", shard_update)
+  keras_classes.check_is_one(optimizer, "shard_update", shard_update)
+  keras_classes.check_vouched_for(optimizer, "shard_update", shard_update)
   if not hasattr(optimizer, "build"):
     raise ValueError(
       f"`shard_update` is {shard_update!r}, but {class_name} is an optimizer of"
       " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
       " Use an optimizer of tf_keras.optimizers."
     )
-  keras_class = fused.keras_class(optimizer)
-  is_elementwise = keras_class in fused.ELEMENTWISE
+  keras_class = keras_classes.keras_class(optimizer)
+  is_elementwise = keras_class in keras_classes.ELEMENTWISE
   kind = shard_update
   if shard_update is True:
-    if not is_elementwise and keras_class not in fused.BY_VARIABLE:
+    if not is_elementwise and keras_class not in keras_classes.BY_VARIABLE:
       raise ValueError(
         "`shard_update` is True, but tf_cross_shard does not know how"
         f' {class_name} updates weights. Pass shard_update="by_variable" if the'

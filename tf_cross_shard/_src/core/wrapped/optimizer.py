@@ -19,7 +19,12 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
-from tf_cross_shard._src.core.wrapped import fused, keras_private, overriding
+from tf_cross_shard._src.core.wrapped import (
+  fused,
+  keras_private,
+  overriding,
+  update_plan,
+)
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
 
@@ -127,8 +132,8 @@ class WrappedOptimizer(abc.ABC):
     can do the steps.
     """
     optimizer = self.base_optimizer
-    has_kernel = fused.find_kernel(optimizer) is not None
-    if wanted and not has_kernel and not fused.can_compile(optimizer):
+    has_kernel = update_plan.find_kernel(optimizer) is not None
+    if wanted and not has_kernel and not update_plan.can_compile(optimizer):
       raise ValueError(
         "`fused_update` is True, but TensorFlow has no kernel for"
         f" {type(optimizer).__name__} with these settings. Pass None to fall"

@@ -1,0 +1,57 @@
+"""What is known about the optimizer classes of Keras, by their names."""
+
+from typing import Any, Final
+
+# Keras' classes whose update of an element depends only on that element.
+ELEMENTWISE: Final = (
+  *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
+  *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
+)
+# Keras' classes whose update uses whole variables, but one variable at a time.
+BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
+
+
+def keras_class(optimizer: Any) -> str:
+  """Returns the name of a class of Keras; "" for other and legacy classes.
+
+  >>> keras_class(tf.keras.optimizers.Adam())
+  'Adam'
+  """
+  return name_in_keras(type(optimizer))
+
+
+def name_in_keras(kind: type[Any]) -> str:
+  """Returns the name of a class of Keras; "" for other and legacy classes."""
+  library, *place = kind.__module__.split(".")
+  is_keras = library in ("keras", "tf_keras") and len(place) == 3
+  is_optimizer = is_keras and place[:2] == ["src", "optimizers"]
+  return kind.__name__ if is_optimizer else ""
+
+
+def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` for a MultiOptimizer, which has several optimizers."""
+  if keras_class(optimizer) == "MultiOptimizer":
+    raise ValueError(
+      f"`{argument}` is {value!r}, but a MultiOptimizer passes gradients on to"
+      " other optimizers. Wrap each of these optimizers, with"
+      " scale_gradients=True, and create a MultiOptimizer of the results."
+    )
+
+
+def check_vouched_for(optimizer: Any, argument: str, value: Any) -> None:
+  """Raises `ValueError` if `value` is "elementwise" but the class is not.
+
+  With `"elementwise"`, the user promises that the update of each element uses
+  only that element. The classes in `BY_VARIABLE` are known to use norms or
+  shapes of whole variables.
+  """
+  name = keras_class(optimizer)
+  if value == "elementwise" and name in BY_VARIABLE:
+    remedy = {
+      "shard_update": f'Use {argument}="by_variable".',
+      "lazy_rows": f"Remove `{argument}`.",
+    }
+    raise ValueError(
+      f"`{argument}` is {value!r}, but {name} uses norms, shapes or settings of"
+      f" whole variables, and would compute wrong numbers. {remedy[argument]}"
+    )
