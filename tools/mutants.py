@@ -113,7 +113,7 @@ MUTANTS = [
   Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded.py", "    if self._may_skip:\n", "    if False:\n", "unit/core/nonfinite"),
   Mutant("a skipped step applies constraints", "_src/core/update/elementwise.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded"),
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded"),
-  Mutant("all groups use the first group's settings", "_src/core/group_settings.py", "tf.gather(own.rows(), group)", "tf.gather(own.rows(), 0)", "unit/core/group_settings"),
+  Mutant("all groups use the first group's settings", "_src/core/group_settings.py", "tf.gather(number.rows(), group)", "tf.gather(number.rows(), 0)", "unit/core/group_settings"),
   # Islands.
   Mutant("an outer step does not change the groups' weights", "_src/islands/outer_optimizer.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
@@ -131,7 +131,7 @@ MUTANTS = [
   Mutant("tf.unique's positions count as unique rows", "_src/core/gradients/row_sparse.py", "bool(indices.value_index == 0)", "True", "unit/core/gradients/row_sparse"),
   Mutant("row-sparse gradients are not scaled", "_src/core/gradients/row_sparse.py", "values = times(grad.values, factor)", "values = grad.values", "unit/core/gradients/row_sparse"),
   # Kernels.
-  Mutant("an overridden attribute is not restored", "_src/core/wrapped/overriding.py", "        own[name] = before[name]", "        pass", "unit/core/wrapped/fused"),
+  Mutant("an overridden attribute is not restored", "_src/core/wrapped/overriding.py", "        present[name] = before[name]", "        pass", "unit/core/wrapped/fused"),
   Mutant("kernels use beta powers of the previous step", "_src/core/wrapped/fused.py", "optimizer.iterations) + 1", "optimizer.iterations)", "unit/core/wrapped/fused"),
   # The wire.
   Mutant("gradients travel in their own dtype, not in wire_dtype", "_src/core/gradients/compression.py", "and dtype.size > wire_dtype.size", "and False", "unit/core/gradients/compression"),
