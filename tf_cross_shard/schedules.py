@@ -22,7 +22,7 @@ Try four learning rates in one `fit`, one in each group:
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core import versions as _versions
-from tf_cross_shard._src.core.group_numbers import as_group, per_group
+from tf_cross_shard._src.core.group_context import as_group, per_group
 
 if _versions.uses_tf_keras():
   from tf_cross_shard._src.core.tf_keras.classes import PerGroup

@@ -113,7 +113,7 @@ MUTANTS = [
   Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded.py", "    if self._may_skip:\n", "    if False:\n", "unit/core/nonfinite"),
   Mutant("a skipped step applies constraints", "_src/core/update/elementwise.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded"),
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded"),
-  Mutant("all groups use the first group's settings", "_src/core/group_settings.py", "tf.gather(number.rows(), group)", "tf.gather(number.rows(), 0)", "unit/core/group_settings"),
+  Mutant("all groups use the first group's settings", "_src/core/group_settings.py", "tf.gather(number.as_tensor(), group)", "tf.gather(number.as_tensor(), 0)", "unit/core/group_settings"),
   # Islands.
   Mutant("an outer step does not change the groups' weights", "_src/islands/outer_optimizer.py", "weight.assign(tf.where(is_finite, anchor, weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),

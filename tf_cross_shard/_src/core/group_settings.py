@@ -4,7 +4,7 @@
     weight_decay      0.0    0.01    0.1      [num_groups], a variable
 
 While a replica applies sums, the attribute of the wrapped optimizer (such as
-`weight_decay`) is a `GroupNumber`: a number to Python, and the value of the
+`weight_decay`) is a `GroupSetting`: a number to Python, and the value of the
 replica's group to TensorFlow.
 """
 
@@ -16,14 +16,14 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_numbers
+from tf_cross_shard._src.core import group_context, group_variable
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.wrapped import overriding
 
 
-class GroupNumber(float):
+class GroupSetting(float):
   """A setting whose value is a tensor: the number of the replica's group.
 
   Keras computes with this object as with a tensor, and compares it as a number,
@@ -38,7 +38,7 @@ class GroupNumber(float):
 
   def __new__(
     cls, compared_as: float, read: Callable[[], tf.Tensor]
-  ) -> "GroupNumber":
+  ) -> "GroupSetting":
     """Returns a number with the value that `read` returns, a float64 scalar."""
     made = super().__new__(cls, compared_as)
     made._read, made._tensors = read, {}
@@ -53,7 +53,7 @@ class GroupNumber(float):
 
 
 def _operator(name: str) -> Any:
-  def operate(number: GroupNumber, *others: Any) -> Any:
+  def operate(number: GroupSetting, *others: Any) -> Any:
     dtypes = [other.dtype for other in others if tf.is_tensor(other)]
     if dtypes or not all(isinstance(x, (int, float)) for x in others):
       tensor = tf.convert_to_tensor(number, *dtypes)
@@ -68,20 +68,20 @@ def _operator(name: str) -> Any:
       compared_as = getattr(float, name)(float(number), *others)
     except (ArithmeticError, TypeError):
       compared_as = math.nan
-    return GroupNumber(compared_as, read)
+    return GroupSetting(compared_as, read)
 
   return operate
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
-  setattr(GroupNumber, f"__{_name}__", _operator(f"__{_name}__"))
-  setattr(GroupNumber, f"__r{_name}__", _operator(f"__r{_name}__"))
-GroupNumber.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
+  setattr(GroupSetting, f"__{_name}__", _operator(f"__{_name}__"))
+  setattr(GroupSetting, f"__r{_name}__", _operator(f"__r{_name}__"))
+GroupSetting.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
 
 
 def is_nonzero(number: float) -> tf.Tensor | bool:
-  """Returns whether a setting is not 0; a boolean tensor for a GroupNumber."""
-  if isinstance(number, GroupNumber):
+  """Returns whether a setting is not 0; a boolean tensor for a GroupSetting."""
+  if isinstance(number, GroupSetting):
     return tf.not_equal(tf.convert_to_tensor(number, tf.float64), 0.0)
   return number != 0
 
@@ -108,7 +108,7 @@ class GroupSettings:
     """
     self._optimizer = optimizer
     self._engine = engine
-    self.numbers: dict[str, group_numbers.GroupNumbers] = {}
+    self.numbers: dict[str, group_variable.GroupVariable] = {}
     self.replace(numbers)
 
   def replace(self, numbers: Mapping[str, Sequence[float]] | None) -> None:
@@ -133,7 +133,7 @@ class GroupSettings:
         before[name].assign(values)
         self.numbers[name] = before[name]
       else:
-        made = group_numbers.GroupNumbers(f"group_settings/{name}", values)
+        made = group_variable.GroupVariable(f"group_settings/{name}", values)
         made.create(self._engine.strategy)
         self.numbers[name] = made
 
@@ -165,10 +165,12 @@ class GroupSettings:
     }
     return overriding.overriding(self._optimizer, **numbers)
 
-  def _number(self, name: str, compared_as: float) -> GroupNumber:
+  def _number(self, name: str, compared_as: float) -> GroupSetting:
     """Returns the number of the calling replica's group."""
-    number, group = self.numbers[name], group_numbers.current_group()
-    return GroupNumber(compared_as, lambda: tf.gather(number.rows(), group))
+    number, group = self.numbers[name], group_context.current_group()
+    return GroupSetting(
+      compared_as, lambda: tf.gather(number.as_tensor(), group)
+    )
 
 
 # Numbers that an optimizer does not read in its update, but when it is built,

@@ -7,7 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_numbers, single_program, validation
+from tf_cross_shard._src.core import (
+  group_context,
+  group_variable,
+  single_program,
+  validation,
+)
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import isolation
@@ -75,7 +80,7 @@ class PerGroup(tf.__internal__.tracking.Trackable):
     checked = [self._checked(rate) for rate in rates]
     self._schedules = [rate if callable(rate) else None for rate in checked]
     # The places of schedules hold 0.
-    self.numbers = group_numbers.GroupNumbers(
+    self.numbers = group_variable.GroupVariable(
       "learning_rates", [0.0 if callable(rate) else rate for rate in checked]
     )
     self._track_trackable(self.numbers, "numbers")
@@ -164,7 +169,7 @@ class PerGroup(tf.__internal__.tracking.Trackable):
     group = self._group()
     dtype = sys.modules[self._package].backend.floatx()
     chosen = self._schedules
-    numbers = tf.cast(self.numbers.rows(), dtype)
+    numbers = tf.cast(self.numbers.as_tensor(), dtype)
     if group is None or isinstance(group, int):
       schedule = chosen[group or 0]
       if schedule is not None:
@@ -180,7 +185,7 @@ class PerGroup(tf.__internal__.tracking.Trackable):
 
   def _group(self) -> Any:
     """Returns the calling replica's group; None outside replicas."""
-    group = group_numbers.current_group()
+    group = group_context.current_group()
     replica = isolation.current_replica()
     strategy = tf.distribute.get_strategy()
     if group is not None or replica is None:

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import (
   accumulation,
-  group_numbers,
+  group_context,
   group_settings,
   loss_convention,
 )
@@ -105,7 +105,7 @@ class GradientPipeline:
       int(engine.strategy.num_replicas_in_sync),
       engine.groups.group_size,
     )
-    group_numbers.register(engine)
+    group_context.register(engine)
     self.group_settings = group_settings.GroupSettings(
       settings.group_settings, wrapped.base_optimizer, engine
     )
@@ -222,7 +222,7 @@ class GradientPipeline:
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""
-    return group_numbers.as_group(group_numbers.group_here(self.engine.groups))
+    return group_context.as_group(group_context.group_here(self.engine.groups))
 
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""

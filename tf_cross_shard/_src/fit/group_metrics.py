@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import (
-  group_numbers,
+  group_context,
   optimizer_state,
   single_program,
 )
@@ -424,7 +424,7 @@ class GroupMetrics(group_callback.GroupCallback):
     self._state = self.state_of_groups()
     self._members, self._mean = [], None
     has_ensemble = self._ensemble and self._state.groups.num_groups > 1
-    with variables_lib.outside_of_strategies(), group_numbers.as_group(0):
+    with variables_lib.outside_of_strategies(), group_context.as_group(0):
       # The group whose weights the twin has. It is a variable so that the
       # evaluation is traced once, and not once for each group.
       self._group = tf.Variable(0, trainable=False, dtype=tf.int32)
@@ -523,7 +523,7 @@ class GroupMetrics(group_callback.GroupCallback):
     if workers is None or workers.index == 0:
       with (
         variables_lib.outside_of_strategies(),
-        group_numbers.as_group(self._group),
+        group_context.as_group(self._group),
       ):
         program = self._program(model)
         if program is None:
@@ -600,7 +600,7 @@ def _of_members(members: list[Any]) -> Callable[[Any], Any]:
   def predict(inputs: Any) -> Any:
     results = []
     for i, member in enumerate(members):
-      with group_numbers.as_group(i):
+      with group_context.as_group(i):
         outputs = member(inputs, training=False)
         results.append((outputs, list(member.losses)))
     return tf.nest.map_structure(
@@ -619,7 +619,7 @@ def _of_models(model: Any) -> Callable[[Any], Any]:
 
   def predict(inputs: Any) -> Any:
     # Each model is its own group again.
-    with group_numbers.as_group(None), strategy.scope():
+    with group_context.as_group(None), strategy.scope():
       results = strategy.run(of_one, args=(inputs,))
       return tf.nest.map_structure(
         lambda values: strategy.reduce("MEAN", values, axis=None), results

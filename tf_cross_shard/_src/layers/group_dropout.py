@@ -14,7 +14,12 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_numbers, settings, validation
+from tf_cross_shard._src.core import (
+  group_context,
+  group_value,
+  settings,
+  validation,
+)
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
@@ -76,7 +81,7 @@ class GroupDropoutBase(abc.ABC):
     if hasattr(groups, "apply_gradients"):
       groups = nested_lib.groups_of(groups)
     groups = settings.as_groups(groups)
-    if not isinstance(rates, group_numbers.GroupValue):
+    if not isinstance(rates, group_value.GroupValue):
       rates = _checked(rates, groups)
     layer: Any = super()
     layer.__init__(_ANY_RATE, seed=seed, **kwargs)
@@ -89,7 +94,7 @@ class GroupDropoutBase(abc.ABC):
   def rates(self) -> list[float]:
     """The present rate of each group."""
     rates = self._read_rates()
-    if isinstance(rates, group_numbers.GroupValue):
+    if isinstance(rates, group_value.GroupValue):
       return [] if rates.numbers is None else rates.numbers.read()
     return _decimals(rates)
 
@@ -103,10 +108,10 @@ class GroupDropoutBase(abc.ABC):
     if not training:
       return inputs
     rates = self._read_rates()
-    if isinstance(rates, group_numbers.GroupValue):
+    if isinstance(rates, group_value.GroupValue):
       rate = tf.convert_to_tensor(rates)
     else:
-      rate = group_numbers.row_of_group(rates, self._groups, "rates")
+      rate = group_context.row_of_group(rates, self._groups, "rates")
     return tf.nn.experimental.stateless_dropout(
       inputs,
       tf.cast(rate, inputs.dtype),

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_numbers
+from tf_cross_shard._src.core import group_context
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
@@ -243,7 +243,7 @@ def ensemble(
     outputs = []
     for i, member in zip(chosen, plain, strict=True):
       member_inputs = _inputs_of(keras, member)
-      with group_numbers.as_group(i):
+      with group_context.as_group(i):
         group = keras.Model(
           member_inputs, member(member_inputs), name=f"group_{i}"
         )
@@ -321,7 +321,7 @@ def _clone(
     lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
     named |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
     # Layers that call `per_group` are called to find their shapes.
-    with variables_lib.outside_of_strategies(), group_numbers.as_group(group):
+    with variables_lib.outside_of_strategies(), group_context.as_group(group):
       # Like `from_config`, but it accepts lambdas; these come from `model`.
       clone = keras.saving.deserialize_keras_object(
         {

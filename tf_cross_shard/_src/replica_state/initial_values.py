@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core import group_numbers, optimizer_state, validation
+from tf_cross_shard._src.core import group_context, optimizer_state, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
@@ -116,7 +116,7 @@ def _values_of_seed(
   keras: Any,
 ) -> dict[str, archive.Array]:
   """Returns the values of a new model, by the names of those in `state`."""
-  with variables_lib.outside_of_strategies(), group_numbers.as_group(group):
+  with variables_lib.outside_of_strategies(), group_context.as_group(group):
     keras.utils.set_random_seed(seed)
     made = build()
     if not isinstance(made, keras.Model):

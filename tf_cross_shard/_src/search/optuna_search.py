@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from tf_cross_shard._src.core import group_numbers
+from tf_cross_shard._src.core import group_value
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import (
@@ -151,7 +151,7 @@ class OptunaSearch(group_callback.GroupMonitor):
     """How many epochs to pass to `fit`, which the search ends itself."""
     return self.trials * self.epochs
 
-  def value(self, name: str) -> group_numbers.GroupValue:
+  def value(self, name: str) -> group_value.GroupValue:
     """Returns a setting of the model, which layers use like a number.
 
     In a replica, it is the number that `suggest` returned for the trial of the
@@ -168,7 +168,7 @@ class OptunaSearch(group_callback.GroupMonitor):
     """
     values = self._settings.values
     if name not in values:
-      values[name] = group_numbers.GroupValue(name)
+      values[name] = group_value.GroupValue(name)
       if self._running:  # A layer asks while the first step is traced.
         self._settings.write_values(self.model, self._running)
     return values[name]

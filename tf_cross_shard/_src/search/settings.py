@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tf_cross_shard._src.core import group_numbers, optimizer_state
+from tf_cross_shard._src.core import group_value, optimizer_state
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
@@ -23,7 +23,7 @@ class TrialSettings:
   """
 
   def __init__(self) -> None:
-    self.values: dict[str, group_numbers.GroupValue] = {}
+    self.values: dict[str, group_value.GroupValue] = {}
 
   def prepare(
     self, model: Any, settings: Mapping[str, float], num_groups: int

@@ -128,7 +128,7 @@ def in_dtype(number: Any, dtype: tf.DType) -> Any:
   """Returns a number that can be combined with a tensor of a dtype.
 
   A tensor is cast. A Python float is returned unchanged, because `tf.cast`
-  would first round it to float32. A `GroupNumber` is a float and a tensor.
+  would first round it to float32. A `GroupSetting` is a float and a tensor.
 
   >>> in_dtype(0.1, tf.float64), in_dtype(tf.constant(0.5), tf.float64).dtype
   (0.1, tf.float64)

@@ -1,4 +1,4 @@
-"""Numbers that differ between groups, and the group of the calling replica.
+"""The group of the calling replica, and the groups of a strategy.
 
 A step puts the number of the calling replica's group into a context variable.
 `PerGroup` and `GroupSettings` read it while the wrapped optimizer updates the
@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import tensorflow as tf
@@ -24,7 +24,6 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import reduce, single_program, validation
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.wrapped import nested
@@ -229,138 +228,3 @@ def _resolved(groups: Any, is_replica: bool) -> groups_lib.Groups | None:
       " schedules.as_group(i):`."
     )
   return found
-
-
-class GroupNumbers(tf.__internal__.tracking.Trackable):
-  """One number for each group, in a variable that every step reads.
-
-      group        0      1       2
-      numbers     0.1   0.01   0.001      [num_groups], float64
-
-  All replicas have the same row of numbers, and take the number of their group.
-  So a number that changes takes effect in the next step, and nothing is traced
-  again. The variable is float64, because Keras computes with settings such as
-  `1 - beta_2` as Python numbers.
-
-  Attributes:
-    name: The name of the variable.
-    initial: The numbers with which the program began.
-  """
-
-  def __init__(self, name: str, numbers: Iterable[float]) -> None:
-    self.name = name
-    self.initial = tuple(map(float, numbers))
-    self._numbers = self.initial
-    self._variables: dict[Any, tf.Variable] = {}
-
-  def __len__(self) -> int:
-    return len(self._numbers)
-
-  def create(self, strategy: tf.distribute.Strategy) -> None:
-    """Creates the variable of a strategy, unless it exists.
-
-    In TensorFlow 1's graphs, the numbers are constants.
-    """
-    if strategy in self._variables or not (
-      tf.compat.v1.executing_eagerly_outside_functions()
-    ):
-      return
-    numbers = self.read()
-    # Models share one row. A copy for each model would be another variable of
-    # the strategy, for which it traces the step again.
-    are_models = single_program.are_models(strategy)
-    scope = contextlib.nullcontext() if are_models else strategy.scope()
-    outside = variables_lib.outside_of_strategies()
-    # Files contain the name, which must not depend on where a step is traced.
-    with tf.init_scope(), outside, scope, tf.name_scope(""):
-      variable = tf.Variable(
-        numbers, trainable=False, dtype=tf.float64, name=self.name
-      )
-    if not self._variables:
-      self._track_trackable(variable, "numbers", overwrite=True)
-    self._variables[strategy] = variable
-
-  def variable(self, strategy: tf.distribute.Strategy) -> tf.Variable | None:
-    """Returns the variable that a strategy's replicas read, if there is one."""
-    return self._variables.get(strategy)
-
-  def rows(self) -> tf.Tensor:
-    """Returns the numbers as a tensor, `[num_groups]`, in a step or outside."""
-    strategy = tf.distribute.get_strategy()
-    variable = self._variables.get(strategy)
-    if variable is None and self._variables:
-      variable = next(iter(self._variables.values()))
-    if variable is None:
-      return tf.constant(self._numbers, tf.float64)
-    return tf.convert_to_tensor(variable)
-
-  def read(self) -> list[float]:
-    """Returns the present numbers of all groups. Call it outside of steps."""
-    for variable in self._variables.values():
-      return [float(number) for number in variable.numpy()]
-    return list(self._numbers)
-
-  def assign(self, numbers: Iterable[float]) -> None:
-    """Sets the numbers, eagerly and outside replicas. On all workers alike."""
-    self._numbers = tuple(map(float, numbers))
-    for variable in self._variables.values():
-      variable.assign(self._numbers)
-
-
-class GroupValue:
-  """The number of the calling replica's group, where it is read.
-
-  It stands for a number in layers and losses: TensorFlow and Keras convert it
-  to a scalar tensor, float32 unless they ask for another dtype. Outside
-  replicas, it is the number of group 0, or of the group that `as_group` sets.
-
-  Attributes:
-    name: Its name.
-    numbers: The numbers of all groups; None until the groups are known.
-  """
-
-  def __init__(self, name: str) -> None:
-    self.name = name
-    self.numbers: GroupNumbers | None = None
-
-  def __repr__(self) -> str:
-    numbers = None if self.numbers is None else self.numbers.read()
-    return f"<value of {self.name!r} by group: {numbers}>"
-
-  def create(self, num_groups: int, strategy: tf.distribute.Strategy) -> None:
-    """Creates the numbers, which are 0, and their variable."""
-    if self.numbers is None or len(self.numbers) != num_groups:
-      self.numbers = GroupNumbers(f"values/{self.name}", [0.0] * num_groups)
-    self.numbers.create(strategy)
-
-  def __neg__(self) -> tf.Tensor:
-    return -tf.convert_to_tensor(self)
-
-  def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-    dtype = dtype or tf.float32
-    strategy = tf.distribute.get_strategy()
-    if self.numbers is None:
-      groups = groups_of_strategy(strategy)
-      if groups is None or isolation.current_replica() is None:
-        return tf.zeros([], dtype, name=name)
-      self.create(groups.num_groups, strategy)
-    assert self.numbers is not None
-    rows, group = self.numbers.rows(), _my_group.get()
-    groups = None if group is not None else groups_of_strategy(strategy)
-    if groups is not None and groups.num_groups == len(self.numbers):
-      group = group_here(groups)
-    row = tf.gather(rows, 0 if group is None else group)
-    return tf.cast(row, dtype, name=name)
-
-
-def _operator(name: str) -> Any:
-  def operate(value: GroupValue, *others: Any) -> Any:
-    dtypes = [other.dtype for other in others if tf.is_tensor(other)]
-    return getattr(tf.convert_to_tensor(value, *dtypes), name)(*others)
-
-  return operate
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-  setattr(GroupValue, f"__{_name}__", _operator(f"__{_name}__"))
-  setattr(GroupValue, f"__r{_name}__", _operator(f"__r{_name}__"))

@@ -1,0 +1,86 @@
+"""Numbers that differ between groups, in one variable."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tf_cross_shard._src.core import single_program
+from tf_cross_shard._src.core import variables as variables_lib
+
+
+class GroupVariable(tf.__internal__.tracking.Trackable):
+  """One number for each group, in a variable that every step reads.
+
+      group        0      1       2
+      numbers     0.1   0.01   0.001      [num_groups], float64
+
+  All replicas have the same numbers, and take the number of their group.
+  So a number that changes takes effect in the next step, and nothing is traced
+  again. The variable is float64, because Keras computes with settings such as
+  `1 - beta_2` as Python numbers.
+
+  Attributes:
+    name: The name of the variable.
+    initial: The numbers with which the program began.
+  """
+
+  def __init__(self, name: str, numbers: Iterable[float]) -> None:
+    self.name = name
+    self.initial = tuple(map(float, numbers))
+    self._numbers = self.initial
+    self._variables: dict[Any, tf.Variable] = {}
+
+  def __len__(self) -> int:
+    return len(self._numbers)
+
+  def create(self, strategy: tf.distribute.Strategy) -> None:
+    """Creates the variable of a strategy, unless it exists.
+
+    In TensorFlow 1's graphs, the numbers are constants.
+    """
+    if strategy in self._variables or not (
+      tf.compat.v1.executing_eagerly_outside_functions()
+    ):
+      return
+    numbers = self.read()
+    # Models share one variable. A copy for each model would be another variable of
+    # the strategy, for which it traces the step again.
+    are_models = single_program.are_models(strategy)
+    scope = contextlib.nullcontext() if are_models else strategy.scope()
+    outside = variables_lib.outside_of_strategies()
+    # Files contain the name, which must not depend on where a step is traced.
+    with tf.init_scope(), outside, scope, tf.name_scope(""):
+      variable = tf.Variable(
+        numbers, trainable=False, dtype=tf.float64, name=self.name
+      )
+    if not self._variables:
+      self._track_trackable(variable, "numbers", overwrite=True)
+    self._variables[strategy] = variable
+
+  def variable(self, strategy: tf.distribute.Strategy) -> tf.Variable | None:
+    """Returns the variable that a strategy's replicas read, if there is one."""
+    return self._variables.get(strategy)
+
+  def as_tensor(self) -> tf.Tensor:
+    """Returns the numbers as a tensor, `[num_groups]`, in a step or outside."""
+    strategy = tf.distribute.get_strategy()
+    variable = self._variables.get(strategy)
+    if variable is None and self._variables:
+      variable = next(iter(self._variables.values()))
+    if variable is None:
+      return tf.constant(self._numbers, tf.float64)
+    return tf.convert_to_tensor(variable)
+
+  def read(self) -> list[float]:
+    """Returns the present numbers of all groups. Call it outside of steps."""
+    for variable in self._variables.values():
+      return [float(number) for number in variable.numpy()]
+    return list(self._numbers)
+
+  def assign(self, numbers: Iterable[float]) -> None:
+    """Sets the numbers, eagerly and outside replicas. On all workers alike."""
+    self._numbers = tuple(map(float, numbers))
+    for variable in self._variables.values():
+      variable.assign(self._numbers)
