@@ -77,7 +77,7 @@ class FakeEngine(engine_lib.Engine):
     return self.groups.num_replicas
 
   @property
-  def replicas_here(self) -> range:
+  def local_replicas(self) -> range:
     return range(self.replica, self.replica + 1)
 
   def position(self) -> int:

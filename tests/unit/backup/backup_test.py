@@ -323,7 +323,7 @@ def test_workers_compare_about_once_a_second(
   now = [0.0]
 
   class Copies:
-    engine = types.SimpleNamespace(replicas_here=range(1, 2))
+    engine = types.SimpleNamespace(local_replicas=range(1, 2))
     workers = agreement.Workers(("worker 0", "worker 1"), 1)
 
     def gather(self, own: list[np.ndarray]) -> list[np.ndarray]:

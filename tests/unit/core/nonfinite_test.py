@@ -33,7 +33,12 @@ def test_sums_are_checked(grads: list[float], options: Any) -> None:
   )
   rows = [[grads[0], 1.0], [1.0, 1.0], [grads[1], 1.0], [1.0, 1.0]]
   fake_engine.train(trained, [[rows]])
-  assert [int(each.step.skipped_steps) for each in trained] == [1, 0, 1, 0]
+  assert [int(each.step.guard.skipped_steps) for each in trained] == [
+    1,
+    0,
+    1,
+    0,
+  ]
   values = [each.values[0].tolist() for each in trained]
   assert values == [[1.0, 2.0], [0.0, 1.0]] * 2
 

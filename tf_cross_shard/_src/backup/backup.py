@@ -393,7 +393,7 @@ class BackupAndRestore(group_callback.GroupCallback):
       here = copies.here(variable)
       values = [np.zeros_like(copy) for copy in here]
       if restored.is_exact and key in restored.arrays:
-        values = [restored.arrays[key][r] for r in copies.engine.replicas_here]
+        values = [restored.arrays[key][r] for r in copies.engine.local_replicas]
       copies.write(variable, values)
 
 

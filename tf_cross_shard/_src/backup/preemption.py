@@ -87,7 +87,7 @@ class PreemptionMonitor:
     now = time.monotonic()
     passed = max(1, int((now - self._compared) * 1e6))
     flags = [self._is_caught, now - self._saved >= self._seconds, passed]
-    count = len(self._copies.engine.replicas_here)
+    count = len(self._copies.engine.local_replicas)
     rows = self._copies.gather([np.array(flags, np.int64)] * count)
     if self._copies.workers is not None:
       slowest = max(int(row[2]) for row in rows)

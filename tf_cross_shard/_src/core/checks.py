@@ -42,12 +42,12 @@ class Checks:
     self._users: list[Any] = []
     if tf.distribute.has_strategy():
       self._check_strategy()
-    self._misfit = self._find_misfit()
+    self._configuration_error = self._find_configuration_error()
     # On one replica, the optimizer may have been loaded only for inference,
     # where its groups do not matter. `check_place` raises the error before the
     # first step.
-    if self._misfit and engine.num_replicas > 1:
-      raise ValueError(self._misfit)
+    if self._configuration_error and engine.num_replicas > 1:
+      raise ValueError(self._configuration_error)
 
   def check_place(self) -> None:
     """Raises an error where gradients cannot be reduced."""
@@ -58,8 +58,8 @@ class Checks:
         " function given to `strategy.run`."
       )
     self._check_strategy()
-    if self._misfit:
-      raise ValueError(self._misfit)
+    if self._configuration_error:
+      raise ValueError(self._configuration_error)
     is_ordered = tf.executing_eagerly() or tf.inside_function()
     # The operations of one replica, or of one program, have an order anyway.
     is_one = self._engine.num_replicas == 1 or self._engine.is_single_program
@@ -72,7 +72,7 @@ class Checks:
       )
 
   @contextlib.contextmanager
-  def one_user(self) -> Iterator[None]:
+  def exclusive_use(self) -> Iterator[None]:
     """Raises an error if another thread is in this context at the same time.
 
     A call of a `tf.function` that is already traced runs no Python, so it is
@@ -182,7 +182,7 @@ class Checks:
     config["group_assignment"] = self._engine.groups.to_lists()
     return agreement.setting_lines(**config)
 
-  def _find_misfit(self) -> str:
+  def _find_configuration_error(self) -> str:
     """Returns why the groups or the workers do not fit the strategy, or ""."""
     strategy, groups = self._engine.strategy, self._engine.groups
     where = validation.strategy_in_words(strategy)

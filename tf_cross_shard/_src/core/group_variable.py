@@ -45,8 +45,8 @@ class GroupVariable(tf.__internal__.tracking.Trackable):
     ):
       return
     numbers = self.read()
-    # Models share one variable. A copy for each model would be another variable of
-    # the strategy, for which it traces the step again.
+    # Models share one variable. A copy for each model would be another variable
+    # of the strategy, for which it traces the step again.
     are_models = single_program.are_models(strategy)
     scope = contextlib.nullcontext() if are_models else strategy.scope()
     outside = variables_lib.outside_of_strategies()

@@ -70,9 +70,9 @@ def check(
 
   # The means over the groups of what they would apply, and of what one replica
   # would apply.
-  with convention.trying(alone=False):
+  with convention.dry_run(alone=False):
     applied = _sum_of(engine.strategy, apart) / engine.groups.num_groups
-  with convention.trying(alone=True), _as_one_replica(engine.strategy):
+  with convention.dry_run(alone=True), _as_one_replica(engine.strategy):
     wanted = _sum_of(engine.strategy, alone) / count
   if not pipeline.settings.is_mean:
     wanted *= engine.groups.group_size

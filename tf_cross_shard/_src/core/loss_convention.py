@@ -61,27 +61,27 @@ class LossConvention:
     self._own_warnings: set[str] = set()
     # For `loss_check`: whether gradients are computed and not applied, whether
     # this is for one replica, and the factor of the step; None for no factor.
-    self.is_trying = self.is_trying_alone = False
+    self.is_dry_run = self.is_dry_run_of_one = False
     self.last_factor: float | None = None
 
   @contextlib.contextmanager
-  def trying(self, alone: bool) -> Iterator[None]:
+  def dry_run(self, alone: bool) -> Iterator[None]:
     """Keeps gradients for `take_gradients` instead of applying them."""
-    self.is_trying, self.is_trying_alone = True, alone
+    self.is_dry_run, self.is_dry_run_of_one = True, alone
     try:
       yield
     finally:
-      self.is_trying = self.is_trying_alone = False
+      self.is_dry_run = self.is_dry_run_of_one = False
 
   def keep_gradients(self, grads: Sequence[Any]) -> None:
     """Scales this replica's gradients like a step, and keeps them."""
-    factor = 1.0 if self.is_trying_alone else self.for_gradients()
+    factor = 1.0 if self.is_dry_run_of_one else self.for_gradients()
     self._step.grads = [
       tf.convert_to_tensor(grad) * tf.cast(factor, grad.dtype)
       for grad in grads
       if grad is not None
     ]
-    if not self.is_trying_alone:
+    if not self.is_dry_run_of_one:
       default = getattr(self._step, "default", (loss_factor.GLOBAL, None))[0]
       is_scaled = getattr(self._step, "scaled", False)
       is_scaled = is_scaled or self._settings.scale_gradients
@@ -106,7 +106,7 @@ class LossConvention:
 
     `default` is `"replica"` or `"global"`, for a user who chose neither.
     """
-    if self.is_trying_alone:
+    if self.is_dry_run_of_one:
       return 1.0
     self._ever_scaled = True
     self._step.scaled = True

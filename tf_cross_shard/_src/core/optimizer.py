@@ -1,8 +1,8 @@
 """CrossShardOptimizer: a Keras optimizer that reduces gradients over groups.
 
 This module contains the public members: arguments, properties and Keras'
-methods. `step` contains the path of a gradient through a step. The subclasses
-in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
+methods. `pipeline` contains the path of a gradient through a step. The
+subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -275,7 +275,7 @@ class CrossShardOptimizer(facade.Facade):
     >>> float(weight.numpy()), int(optimizer.skipped_steps.numpy())
     (3.0, 1)
     """
-    return self._pipeline.skipped_steps
+    return self._pipeline.guard.skipped_steps
 
   @property
   def groups(self) -> groups_lib.Groups:
@@ -452,10 +452,10 @@ class CrossShardOptimizer(facade.Facade):
   def _perform(self, call: pipeline_lib.Call) -> Any:
     """Checks the call, and takes the step."""
     pipeline = self._pipeline
-    if pipeline.convention.is_trying:
+    if pipeline.convention.is_dry_run:
       pipeline.convention.keep_gradients(call.grads)
       return self._wrapped.iterations()
-    with pipeline.checks.one_user():
+    with pipeline.checks.exclusive_use():
       pipeline.checks.check_place()
       pipeline.checks.check_variables(call.variables)
       if not call.is_reduced:

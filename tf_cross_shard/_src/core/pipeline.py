@@ -26,6 +26,7 @@ from tf_cross_shard._src.core import (
   group_context,
   group_settings,
   loss_convention,
+  nonfinite,
 )
 from tf_cross_shard._src.core import checks as checks_lib
 from tf_cross_shard._src.core import settings as settings_lib
@@ -85,8 +86,7 @@ class GradientPipeline:
     update: Reduces gradients and updates the weights.
     window: Accumulates the gradients of several calls; None for one call.
     warnings: Warns when something else treats all groups as one model.
-    skipped_steps: Counts steps with a NaN or an infinity; None if they are not
-      skipped. Each replica has the count of its group.
+    guard: Skips and counts steps with a NaN or an infinity.
     attached: Variables of callbacks, which `replica_state` saves, too.
   """
 
@@ -110,15 +110,14 @@ class GradientPipeline:
       settings.group_settings, wrapped.base_optimizer, engine
     )
     self.tables = rows_lib.Tables(wrapped, engine, settings.lazy_rows)
-    self.update = _make_update(settings, wrapped, engine, self.tables)
+    self.guard = nonfinite.NonfiniteGuard(
+      settings.skip_nonfinite, wrapped, engine
+    )
+    self.update = _make_update(
+      settings, wrapped, engine, self.tables, self.guard
+    )
     self.window = accumulation.make(settings.accumulate_steps, wrapped, engine)
     self.warnings = warnings_lib.GroupWarnings(settings.name, wrapped, engine)
-    self.skipped_steps: tf.Variable | None = None
-    if settings.skip_nonfinite:
-      with engine.making_variables():
-        self.skipped_steps = tf.Variable(
-          0, trainable=False, dtype=tf.int64, name="skipped_steps"
-        )
     self.attached: tuple[Any, ...] = ()
     wrapped.checkpointed = self.update.checkpointed
 
@@ -149,18 +148,13 @@ class GradientPipeline:
       sums = self.update.reduce(grads, call.variables)
     # Isolated: the user's optimizer would otherwise reduce the sums again.
     with (
-      self.engine.all_or_nothing(sums),
+      self.engine.after_all_sums(sums),
       self.engine.isolate(),
       self.group_settings.in_force(),
     ):
       self.update.read_weights()
-      if self.skipped_steps is not None:
-        # All members of a group have the same sums, or parts that are all NaN
-        # if one part is. So they decide alike.
-        is_finite = clipping.all_finite(sums)
-        self.skipped_steps.assign_add(tf.cast(~is_finite, tf.int64))
-      # A dynamic LossScaleOptimizer skips a step itself.
-      if self.skipped_steps is None or self.wrapped.skips_overflows:
+      is_finite = self.guard.count(sums)
+      if is_finite is None:
         self.update.apply(sums, call.variables, call.through_apply)
       else:
         tf.cond(
@@ -169,8 +163,8 @@ class GradientPipeline:
           lambda: None,
         )
       counter = call.global_step
-      if counter is not None and self.engine.updates_here(counter):
-        is_step = clipping.all_finite(sums) if self._may_skip else True
+      if counter is not None and self.engine.should_update(counter):
+        is_step = clipping.all_finite(sums) if self.guard.may_skip else True
         counter.assign_add(tf.cast(is_step, counter.dtype))
     self.update.gather_weights(sums)
 
@@ -197,7 +191,7 @@ class GradientPipeline:
       scaled: Any = {name: self.wrapped.scale_limit(limit)}
       clipped = clipping.select(
         group_settings.is_nonzero(limit),
-        clipping.clip(grads, **scaled, keep_infinite=self._may_skip),
+        clipping.clip(grads, **scaled, keep_infinite=self.guard.may_skip),
         clipped,
       )
     return clipped
@@ -214,11 +208,6 @@ class GradientPipeline:
     return self.tables.keeps_rows and not (
       is_sharded and self.engine.is_single_program
     )
-
-  @property
-  def _may_skip(self) -> bool:
-    """Whether a step may be skipped because of a NaN or an infinity."""
-    return self.settings.skip_nonfinite or self.wrapped.skips_overflows
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""
@@ -262,7 +251,7 @@ class GradientPipeline:
     )
 
   def check_place(self) -> None:
-    if not self.convention.is_trying:
+    if not self.convention.is_dry_run:
       self.checks.check_place()
 
   @tf.autograph.experimental.do_not_convert
@@ -294,7 +283,6 @@ class GradientPipeline:
     if not self.wrapped.is_built:
       self.warnings.before_build(variables)
     self.update.build(variables)
-    self.wrapped.checkpointed = self.update.checkpointed
     if self.window is not None:
       # tf_keras' LossScaleOptimizer around this optimizer also calls `build`
       # with the variables that are updated, which may be shards. The window
@@ -309,9 +297,9 @@ class GradientPipeline:
   @property
   def state(self) -> list[Variable]:
     """The step's own variables, which `replica_state` saves."""
-    skipped = [] if self.skipped_steps is None else [self.skipped_steps]
+    skipped_steps = self.guard.skipped_steps
     return [
-      *skipped,
+      *([] if skipped_steps is None else [skipped_steps]),
       *self.group_settings.variables,
       *self.window_state,
       *self.attached,
@@ -338,6 +326,7 @@ def _make_update(
   wrapped: wrapped_lib.WrappedOptimizer,
   engine: engine_lib.Engine,
   tables: rows_lib.Tables,
+  guard: nonfinite.NonfiniteGuard,
 ) -> replicated.Update:
   """Creates the kind of update for the settings."""
   # float16 rounds small gradients to 0. So gradients that were divided by the
@@ -357,5 +346,5 @@ def _make_update(
         and not engine.is_compiled
       ):
         return replicated.Update(wrapped, reducer, tables)
-      return _SHARDED[kind](wrapped, reducer, tables, settings.skip_nonfinite)
+      return _SHARDED[kind](wrapped, reducer, tables, guard)
   return replicated.Update(wrapped, reducer, tables)

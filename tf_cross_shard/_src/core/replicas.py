@@ -115,7 +115,7 @@ class Copies:
       return [np.array(arrays[i]) for i in places]
     copies = list(self._copies(variable))
     if len(copies) == 1:  # All replicas share one variable.
-      copies *= len(self.engine.replicas_here)
+      copies *= len(self.engine.local_replicas)
     if places is not None:
       copies = [copies[i] for i in places]
     return [np.array(copy.numpy()) for copy in copies]
@@ -133,7 +133,7 @@ class Copies:
 
   def read(self, variable: Variable, replicas: Sequence[int]) -> list[Array]:
     """Returns the copies that the given replicas have."""
-    if len(self.engine.replicas_here) == self.engine.num_replicas:
+    if len(self.engine.local_replicas) == self.engine.num_replicas:
       return self.here(variable, replicas)
     here = self.here(variable)
     if tf.TensorShape(native(variable).shape).is_fully_defined():
@@ -175,7 +175,7 @@ class Copies:
     The arrays of all replicas have the same dtype and shape.
     """
     engine = self.engine
-    if len(engine.replicas_here) == engine.num_replicas:
+    if len(engine.local_replicas) == engine.num_replicas:
       return list(here)
     words = _to_words(here)
     chunks = [np.zeros([engine.num_replicas, 0], np.int32)]
@@ -222,7 +222,7 @@ def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
 
   def gather_own() -> tf.Tensor:
     context = tf.distribute.get_replica_context()
-    row = words[context.replica_id_in_sync_group - engine.replicas_here.start]
+    row = words[context.replica_id_in_sync_group - engine.local_replicas.start]
     return engine.all_gather([row])[0]
 
   return strategy.run(gather_own)

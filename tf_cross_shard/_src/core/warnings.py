@@ -80,7 +80,7 @@ class GroupWarnings:
     self._accepted_at: int | None = None
     # Compare groups only in one process: workers would have to wait for each
     # other.
-    self._is_one_process = len(engine.replicas_here) == engine.num_replicas > 1
+    self._is_one_process = len(engine.local_replicas) == engine.num_replicas > 1
 
   def check(self) -> None:
     """Warns if all groups have the same weights although they have trained.

@@ -122,7 +122,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     model_state = self.state_of_groups()
     # A variable has one row per group or, if members differ, per replica.
     order = [replica for members in model_state.groups for replica in members]
-    places = [order.index(r) for r in model_state.copies.engine.replicas_here]
+    places = [order.index(r) for r in model_state.copies.engine.local_replicas]
     self._weights = {
       name.removeprefix(_WEIGHTS): [
         rows[place * len(rows) // len(order)] for place in places
@@ -166,7 +166,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
 
   def _keep(self, model_state: group_state.GroupState, renewed: Any) -> None:
     """Stores the current weights of these groups as their best."""
-    replicas = model_state.copies.engine.replicas_here
+    replicas = model_state.copies.engine.local_replicas
     is_renewed = [renewed[model_state.groups.index_of(r)] for r in replicas]
     for entry in model_state.entries:
       now = model_state.copies.here(entry.variable)

@@ -46,7 +46,7 @@ def write(model: Any, rates: Sequence[float]) -> None:
     return
   variable, copies, groups = _of_number(model)
   dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-  here = copies.engine.replicas_here
+  here = copies.engine.local_replicas
   copies.write(
     variable, [np.asarray(rates[groups.index_of(r)], dtype) for r in here]
   )

@@ -189,7 +189,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
   """
   state = group_state.GroupState(None, model, with_optimizer=False)
   values = values_of_group(paths_lib.as_path(path), group, state)
-  count = len(state.copies.engine.replicas_here)
+  count = len(state.copies.engine.local_replicas)
   for entry in state.entries:
     state.copies.write(entry.variable, [values[entry.name]] * count)
   group_models.finalize(model)
@@ -360,7 +360,7 @@ def plan(
       not, an unfinished accumulation window starts again: the sums of other
       members would be counted twice or not at all.
   """
-  replicas = state.copies.engine.replicas_here
+  replicas = state.copies.engine.local_replicas
   groups = {replica: state.groups.index_of(replica) for replica in replicas}
   windows = set(map(id, optimizer_state.windows(state.optimizer)))
   values_of_entries = []

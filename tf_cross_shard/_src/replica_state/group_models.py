@@ -99,24 +99,17 @@ def assign(
   finalize(plain)
 
 
-def receivers(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
-  """Returns a plain model's variables by the names of those in `state`."""
-  target = _check_fits(state, plain)
-  return {
-    source.name: replicas_lib.native(entry.variable)
-    for source, entry in zip(state.entries, target.entries, strict=True)
-  }
-
-
-def receivers_of_build(
-  state: group_state.GroupState, made: Any
+def receivers(
+  state: group_state.GroupState,
+  plain: Any,
+  **wording: Any,
 ) -> dict[str, Any]:
-  """Returns the variables of what `build` made, by the names in `state`.
+  """Returns a plain model's variables by the names of those in `state`.
 
-  Raises:
-    ValueError: If they are other variables.
+  Raises `ValueError` for other variables: see `_check_fits`, which `wording`
+  are arguments of.
   """
-  target = _check_fits(state, made, "`build` returns a model that", True)
+  target = _check_fits(state, plain, **wording)
   return {
     source.name: replicas_lib.native(entry.variable)
     for source, entry in zip(state.entries, target.entries, strict=True)
@@ -180,7 +173,7 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   state.compare_workers(f"copying group {source} to group {target}")
   group_state.warn_if_collapsed(state.optimizer)
   kept = set(map(id, nested_lib.rate_variables(state.optimizer)))
-  here = state.copies.engine.replicas_here
+  here = state.copies.engine.local_replicas
   for entry in state.entries:
     is_integer_model_variable = entry.name.startswith("model/") and (
       not group_state.has_mean(entry.variable)

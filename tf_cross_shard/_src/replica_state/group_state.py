@@ -190,7 +190,7 @@ class GroupState:
       if entry.name not in differing:
         members = [[min(group)] for group in members]
       replicas = [replica for group in members for replica in group]
-      if max(replicas) < len(self.copies.engine.replicas_here):
+      if max(replicas) < len(self.copies.engine.local_replicas):
         # The first worker has all of these replicas.
         here = self.copies.here(entry.variable)
         values = [here[replica] for replica in replicas]

@@ -96,7 +96,7 @@ def initialize(
       for i, seed in enumerate(numbers)
     ]
     initial = _initial_state(optimizer, model)
-  here = state.copies.engine.replicas_here
+  here = state.copies.engine.local_replicas
   for entry in state.entries:
     arrays = [values[state.groups.index_of(r)][entry.name] for r in here]
     state.copies.write(entry.variable, arrays)
@@ -126,7 +126,9 @@ def _values_of_seed(
       )
     return {
       name: np.array(variable.numpy())
-      for name, variable in group_models.receivers_of_build(state, made).items()
+      for name, variable in group_models.receivers(
+        state, made, what="`build` returns a model that", is_exact=True
+      ).items()
     }
 
 

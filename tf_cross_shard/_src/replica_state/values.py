@@ -122,7 +122,7 @@ def average(optimizer: Any, model: Any, slots: bool = False) -> None:
   for variable in filter(group_state.has_mean, chosen):
     all_values = copies.read(variable, range(state.groups.num_replicas))
     mean = group_state.mean(all_values)
-    copies.write(variable, [mean] * len(copies.engine.replicas_here))
+    copies.write(variable, [mean] * len(copies.engine.local_replicas))
   group_state.accept_values(state.optimizer)
 
 

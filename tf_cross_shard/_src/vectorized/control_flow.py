@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import handle_data_util
 
-from tf_cross_shard._src.vectorized import harmless, vectorizer
+from tf_cross_shard._src.vectorized import speculatable, vectorizer
 from tf_cross_shard._src.vectorized.vectorizer import (
   Call,
   Rewriter,
@@ -148,7 +148,7 @@ def _run_branch(
 
   A branch that could fail runs only if a model takes it.
   """
-  if harmless.is_harmless(branch):
+  if speculatable.is_speculatable(branch):
     return inline(rewriter, branch, inputs, mask=mask)
   made: list[Wrapped] = []
 
@@ -450,7 +450,7 @@ class _Loop:
   def _iterate(self, mask: Any, x: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Runs the body; returns the values after it, of the models in the mask."""
     source, values = None, self.values(x)
-    if not harmless.is_harmless(self._body):
+    if not speculatable.is_speculatable(self._body):
       source = vectorizer.source_of(self._rewriter, mask)
       values = _of_source(values, source)
     outputs = inline(

@@ -2,8 +2,8 @@
 
 They stand for the replicas of several devices, or of a TPU:
 
-    split   one batch [B, ...]     ───────────▶  [B, ...], split in the program
-    deal    N elements [b, ...]    ─ batch ───▶  [N, b, ...]
+    split           one batch [B, ...]   ─────────▶  [B, ...], split inside
+    batch_elements  N elements [b, ...]  ─ batch ─▶  [N, b, ...]
 
 All replicas run one program, so they have equally many examples. If N does not
 divide a batch, a training step repeats the first examples, and says so. A step
@@ -116,7 +116,7 @@ class Arguments(arguments.Arguments):
     """
     return bool(self.batches and output.shape.rank and output.shape[0] is None)
 
-  def without_filling(self, stack: tf.Tensor) -> tf.Tensor:
+  def without_padding(self, stack: tf.Tensor) -> tf.Tensor:
     """Joins the parts of all replicas, and drops repeated examples.
 
     Args:
@@ -181,7 +181,7 @@ class DataParallelExtended(extended.ModelsExtended):
 
   def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
     super().__init__(strategy, num_copies)
-    self._has_warned_of_filling = False
+    self._has_warned_of_padding = False
 
   @property
   def _num_replicas_in_sync(self) -> int:
@@ -196,7 +196,7 @@ class DataParallelExtended(extended.ModelsExtended):
     self, dataset_fn: Callable[..., Any], options: Any
   ) -> Any:
     context = tf.distribute.InputContext(num_replicas_in_sync=self.num_copies)
-    return deal(dataset_fn(context), self.num_copies, options)
+    return batch_elements(dataset_fn(context), self.num_copies, options)
 
   def _arguments(self, args: Any, kwargs: Any) -> Arguments:
     return Arguments(args, kwargs, self.num_copies)
@@ -211,9 +211,9 @@ class DataParallelExtended(extended.ModelsExtended):
     if given.batches and vectorizer.only_changes(function, metrics):
       return self._evaluate(function, given, run)
     if given.batches:
-      self._warn_of_filling(given.size)
+      self._warn_of_padding(given.size)
     return [
-      BatchValues(given.without_filling(x.t), self.num_copies)
+      BatchValues(given.without_padding(x.t), self.num_copies)
       if x.is_stacked and given.has_examples(output)
       else self._values(x)
       for output, x in zip(function.outputs, run(given.stacks), strict=True)
@@ -231,7 +231,7 @@ class DataParallelExtended(extended.ModelsExtended):
 
     def merged(outputs: list[Any], count: int) -> list[tf.Tensor]:
       return [
-        given.without_filling(x.t if x.is_stacked else x.t[tf.newaxis])
+        given.without_padding(x.t if x.is_stacked else x.t[tf.newaxis])
         if is_batch
         else vectorizer.with_count(x, count)
         for x, is_batch in zip(outputs, has_examples, strict=True)
@@ -257,7 +257,7 @@ class DataParallelExtended(extended.ModelsExtended):
       for tensor, is_batch in zip(tensors, has_examples, strict=True)
     ]
 
-  def _warn_of_filling(self, size: Any) -> None:
+  def _warn_of_padding(self, size: Any) -> None:
     """Warns once that training repeats examples: see `stack_batch`."""
     if isinstance(size, int):
       self._warn_of_size(size)
@@ -270,8 +270,8 @@ class DataParallelExtended(extended.ModelsExtended):
     )
 
   def _warn_of_size(self, size: Any) -> int:
-    if not self._has_warned_of_filling:
-      self._has_warned_of_filling = True
+    if not self._has_warned_of_padding:
+      self._has_warned_of_padding = True
       logging.warning(
         "A batch has %d examples, which %d replicas cannot share equally, so"
         " the training step repeats the first %d examples of the batch. Choose"
@@ -364,7 +364,7 @@ def split(
   )
 
 
-def deal(
+def batch_elements(
   dataset: tf.data.Dataset, count: int, options: Any = None
 ) -> datasets.StackedDataset:
   """Distributes elements: each replica gets one element in every step.

@@ -128,12 +128,12 @@ def test_updates_wait_for_all_sums() -> None:
   trained = fake_engine.replicas(_sgd(), [0.0, 0.0])
   waited: list[int] = []
 
-  def all_or_nothing(sums: Any) -> Any:
+  def after_all_sums(sums: Any) -> Any:
     waited.append(len(sums))
     return contextlib.nullcontext()
 
   for replica in trained:
-    replica.engine.all_or_nothing = all_or_nothing  # type: ignore[method-assign]
+    replica.engine.after_all_sums = after_all_sums  # type: ignore[method-assign]
   fake_engine.train(trained, [np.array([MARKS], "f")] * 2)
   assert waited == [2] * 4
 

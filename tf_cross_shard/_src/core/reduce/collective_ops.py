@@ -333,7 +333,7 @@ class CollectiveEngine(engine.Engine):
     """Returns the groups, and the number and device of the calling replica."""
     replica = isolation.replica_id()
     assert replica is not None  # These strategies know it while tracing.
-    device = self._devices[replica - self.replicas_here.start]
+    device = self._devices[replica - self.local_replicas.start]
     return self.groups, replica, device
 
 

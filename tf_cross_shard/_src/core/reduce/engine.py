@@ -63,7 +63,7 @@ class Engine(abc.ABC):
     return int(self.strategy.num_replicas_in_sync)
 
   @property
-  def replicas_here(self) -> range:
+  def local_replicas(self) -> range:
     """The numbers of the replicas in this process, in device order."""
     return range(self.num_replicas)
 
@@ -93,7 +93,7 @@ class Engine(abc.ABC):
     """
     return value
 
-  def equalize(self, variables: Iterable[Variable]) -> None:
+  def broadcast_from_first(self, variables: Iterable[Variable]) -> None:
     """Copies the variables of each group's first member to all its members.
 
     It does nothing if members compute exactly equal numbers, as on devices of
@@ -208,7 +208,7 @@ class Engine(abc.ABC):
       else:
         yield
 
-  def updates_here(self, variable: Variable) -> bool:
+  def should_update(self, variable: Variable) -> bool:
     """Returns whether this replica must update `variable`.
 
     A variable created outside the strategy's scope exists once, so one replica
@@ -240,7 +240,7 @@ class Engine(abc.ABC):
     """
     del topic, variables, grads, lines
 
-  def all_or_nothing(
+  def after_all_sums(
     self, sums: Sequence[Any]
   ) -> contextlib.AbstractContextManager[Any]:
     """Delays changes of variables in the context until sums are complete."""

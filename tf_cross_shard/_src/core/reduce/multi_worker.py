@@ -69,7 +69,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
     self._lock = threading.Lock()
 
   @property
-  def replicas_here(self) -> range:
+  def local_replicas(self) -> range:
     # `_id_in_cluster` also counts a chief. `task_id` of the cluster resolver
     # does not.
     index: int = self.strategy.extended._id_in_cluster  # noqa: SLF001
@@ -140,7 +140,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
         agreement.compare_workers(self._workers, topic, all_lines)
       self._agreed[key] = variables
 
-  def all_or_nothing(self, sums: Sequence[Any]) -> Any:
+  def after_all_sums(self, sums: Sequence[Any]) -> Any:
     """Makes updates wait for all sums.
 
     If a worker is lost between two sums, the update must not be half applied.
@@ -153,13 +153,13 @@ class MultiWorker(collective_ops.CollectiveEngine):
       ]
     )
 
-  def updates_here(self, variable: Variable) -> bool:
+  def should_update(self, variable: Variable) -> bool:
     """Returns whether this replica must update `variable`.
 
     A variable that is created outside the strategy's scope exists once in each
     process. The first replica of each process updates it.
     """
-    return super().updates_here(variable) or (
-      isolation.replica_id() == self.replicas_here.start
+    return super().should_update(variable) or (
+      isolation.replica_id() == self.local_replicas.start
       and not engine.is_copied(variable)
     )

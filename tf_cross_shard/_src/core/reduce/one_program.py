@@ -132,7 +132,7 @@ class OneProgram(_InOneProgram):
     is_wide = self.is_compiled or tensor.dtype not in compression.WIRE_DTYPES
     return tensor if is_wide else tf.cast(tensor, tf.float32)
 
-  def equalize(self, variables: Iterable[Variable]) -> None:
+  def broadcast_from_first(self, variables: Iterable[Variable]) -> None:
     """Gives all members of a group the values of its first member.
 
     Vectorized members compute the same numbers, but may round them differently:

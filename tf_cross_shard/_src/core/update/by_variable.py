@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_cross_shard._src.core import nonfinite
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
@@ -55,7 +56,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
     wrapped: wrapped_lib.WrappedOptimizer,
     reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
-    skips_nonfinite: bool,
+    guard: nonfinite.NonfiniteGuard,
   ) -> None:
     if reducer.engine.is_single_program:
       raise NotImplementedError(
@@ -64,7 +65,7 @@ class ByVariableUpdate(sharded.ShardedUpdate):
         " Remove `shard_update`, or use an optimizer whose update of each"
         " element depends only on that element."
       )
-    super().__init__(wrapped, reducer, tables, skips_nonfinite)
+    super().__init__(wrapped, reducer, tables, guard)
 
   def _bucket_key(self, variable: Variable) -> Hashable:
     return variables_lib.native(variable).dtype

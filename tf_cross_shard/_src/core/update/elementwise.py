@@ -139,7 +139,7 @@ class ElementwiseUpdate(sharded.ShardedUpdate):
     """
     super().gather_weights(sums)
     # A skipped step changes no weight.
-    constrains = clipping.all_finite(sums) if self._may_skip else True
+    constrains = clipping.all_finite(sums) if self.guard.may_skip else True
     with self.engine.isolate():
       for bucket in self.buckets:
         for variable in bucket.variables:

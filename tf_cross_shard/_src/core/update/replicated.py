@@ -105,7 +105,9 @@ class Update:
     """
     del sums
     wrapped = self.wrapped
-    self.engine.equalize([*wrapped.trainable_variables, *wrapped.variables])
+    self.engine.broadcast_from_first(
+      [*wrapped.trainable_variables, *wrapped.variables]
+    )
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     """Ends `fit`: writes moving averages into the variables."""

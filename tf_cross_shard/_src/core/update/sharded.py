@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import nonfinite
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
@@ -65,6 +66,7 @@ class ShardedUpdate(replicated.Update):
     buckets: The weights, in the buckets in which they are reduced and gathered;
       empty before `build`.
     unsharded_tables: Embedding tables, whose rows all members update.
+    guard: Whether all members must notice a NaN in the parts of one.
   """
 
   # The clipping limits of the wrapped optimizer that this class applies,
@@ -77,10 +79,10 @@ class ShardedUpdate(replicated.Update):
     wrapped: wrapped_lib.WrappedOptimizer,
     reducer: gradient_reducer.GradientReducer,
     tables: rows_lib.Tables,
-    skips_nonfinite: bool,
+    guard: nonfinite.NonfiniteGuard,
   ) -> None:
     super().__init__(wrapped, reducer, tables)
-    self._skips_nonfinite = skips_nonfinite
+    self.guard = guard
     self._all_variables: list[Variable] = []  # In the user's order.
     self.buckets: list[WeightBucket] = []
     self.unsharded_tables: list[Variable] = []
@@ -185,7 +187,7 @@ class ShardedUpdate(replicated.Update):
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
   ) -> list[Gradient]:
     """Returns the gradients of `_own_variables`, then those of the tables."""
-    if self._may_skip:
+    if self.guard.may_skip:
       # Each member sees only its own parts, but all members of a group must
       # skip the same steps. Adding 0 changes no part. Adding NaN turns every
       # element into NaN.
@@ -194,10 +196,6 @@ class ShardedUpdate(replicated.Update):
       marker = tf.where(bad > 0, float("nan"), 0.0)
       parts = [part + tf.cast(marker, part.dtype) for part in parts]
     return [*self._own_gradients(parts), *table_sums]
-
-  @property
-  def _may_skip(self) -> bool:
-    return self._skips_nonfinite or self.wrapped.skips_overflows
 
   def apply(
     self,

@@ -99,7 +99,7 @@ class WholeSlot(_Trackable):
         f"{self.path} has shape {tuple(self.shape)}; got a value of shape"
         f" {value.shape}. Load the state of the same model."
       )
-    self.set_copies([value] * len(self._copies().engine.replicas_here))
+    self.set_copies([value] * len(self._copies().engine.local_replicas))
 
   def whole_copies(self) -> list[np.ndarray[Any, Any]]:
     """Returns, for each replica of this process, the value of its group."""
@@ -107,7 +107,7 @@ class WholeSlot(_Trackable):
     parts = copies.read(self.parts, range(self._groups.num_replicas))
     return [
       self._join([parts[member] for member in self._groups.members_of(replica)])
-      for replica in copies.engine.replicas_here
+      for replica in copies.engine.local_replicas
     ]
 
   def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
@@ -116,7 +116,7 @@ class WholeSlot(_Trackable):
     parts = copies.here(self.parts)
     start, stop = self._start, self._stop
     for replica, part, value in zip(
-      copies.engine.replicas_here, parts, values, strict=True
+      copies.engine.local_replicas, parts, values, strict=True
     ):
       # This member's part holds the elements from `begin` up to, but not
       # including, `end` of all members' joined parts.

@@ -1,8 +1,8 @@
 """Finds branches and loops that may run for models that are not in them.
 
-An operation is harmless if it cannot fail, whatever the values of its inputs,
-if it ends, and if it has no effects on other operations. The converters of
-variables take care of models that are not in a branch.
+An operation is speculatable if it cannot fail, whatever the values of its
+inputs, if it ends, and if it has no effects on other operations. The converters
+of variables take care of models that are not in a branch.
 """
 # ruff: noqa: SLF001
 
@@ -55,12 +55,12 @@ _HARMLESS: Final = frozenset(
 _FUNCTIONS: Final = ("f", "then_branch", "else_branch", "cond", "body")
 
 
-def is_harmless(graph: Any) -> bool:
+def is_speculatable(graph: Any) -> bool:
   """Returns whether a graph may run for models that do not take part."""
-  return all(_is_harmless(op) for op in graph.get_operations())
+  return all(_is_speculatable(op) for op in graph.get_operations())
 
 
-def _is_harmless(op: tf.Operation) -> bool:
+def _is_speculatable(op: tf.Operation) -> bool:
   functions = [
     op.graph._get_function(op.get_attr(name).name)
     for name in _FUNCTIONS
@@ -68,7 +68,7 @@ def _is_harmless(op: tf.Operation) -> bool:
   ]
   if functions:
     return all(
-      hasattr(function, "graph") and is_harmless(function.graph)
+      hasattr(function, "graph") and is_speculatable(function.graph)
       for function in functions
     )
   if op.type in _DIVISIONS:
