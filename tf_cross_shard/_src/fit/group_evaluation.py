@@ -6,13 +6,13 @@
 `tf.function` over all batches takes less, for each group that is evaluated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.core.wrapped import keras_private, nested
 
 _HOOKS = "evaluate", "make_test_function", "test_step", "reset_metrics"
 
@@ -71,6 +71,24 @@ class MetricsOfModels:
     return {
       name: list(map(as_value, strategy.experimental_local_results(values)))
       for name, values in flat(self._results()).items()
+    }
+
+  def by_group(
+    self,
+    model: Any,
+    keys: Sequence[str],
+    reported: Mapping[str, Any] | None = None,
+  ) -> dict[str, Any]:
+    """Returns each group's metrics; only those `reported`, if that is given.
+
+    Keras reports no metric that a step of the user's own does not return.
+    """
+    groups = nested.groups_of(model.optimizer)
+    return {
+      f"{name}/{key}": of_model[members[0]]
+      for name, of_model in self.read(model).items()
+      if reported is None or name in flat(reported)
+      for key, members in zip(keys, groups, strict=True)
     }
 
 

@@ -1,0 +1,199 @@
+"""Evaluate every group on the same data.
+
+    VectorizedStrategy    the model itself: all models in one program
+    other strategies      a plain model, the twin, with each group's weights
+    the ensemble          a plain model of the mean predictions
+
+Each evaluator has a method `evaluate`, which returns `{"metric/group": value}`.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_cross_shard._src.core import group_context
+from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core.wrapped import keras_private
+from tf_cross_shard._src.fit import (
+  evaluation_data,
+  group_evaluation,
+  keras_fit,
+  mean_model,
+)
+from tf_cross_shard._src.replica_state import group_models, group_state
+
+
+class PlainEvaluator:
+  """Evaluates plain models, on the first worker.
+
+  Attributes:
+    group: The group whose numbers the models read. It is a variable so that the
+      evaluation is traced once, and not once for each group.
+  """
+
+  def __init__(
+    self,
+    strategy: tf.distribute.Strategy,
+    data: evaluation_data.EvaluationData,
+    may_trace: bool = True,
+  ) -> None:
+    self._strategy = strategy
+    self._data = data
+    self._may_trace = may_trace
+    self._programs: dict[int, Callable[[], Any]] = {}
+    self.group = tf.Variable(0, trainable=False, dtype=tf.int32)
+
+  def evaluate(
+    self, model: Any, key: str, one_batch: bool = False
+  ) -> dict[str, Any]:
+    """Returns the metrics of a model, under the name of a group."""
+    workers = agreement.of_strategy(self._strategy)
+    metrics: dict[str, Any] = {}
+    if workers is None or workers.index == 0:
+      with (
+        variables_lib.outside_of_strategies(),
+        group_context.as_group(self.group),
+      ):
+        program = self._program(model)
+        if program is None:
+          batches = self._data.arguments(one_batch)
+          result = model.evaluate(**batches, verbose=0, return_dict=True)
+        elif one_batch:  # Creating the program has evaluated a batch.
+          result = model.get_metrics_result()
+        else:
+          result = program()
+      flat = group_evaluation.flat(result)
+      metrics = {n: group_evaluation.as_value(v) for n, v in flat.items()}
+    if workers is not None:
+      text = json.dumps({n: np.asarray(v).tolist() for n, v in metrics.items()})
+      [text, *_] = agreement.exchange(
+        workers, f"evaluating {key}", text, workers.step_timeout
+      )
+      received = json.loads(text).items()
+      metrics = {n: group_evaluation.as_value(v) for n, v in received}
+    return {f"{name}/{key}": value for name, value in metrics.items()}
+
+  def _program(self, model: Any) -> Any:
+    """Returns a function that evaluates all of the data in one call.
+
+    None where the user's code or other data than a dataset need `evaluate`.
+    """
+    data = self._data.dataset
+    is_traceable = self._may_trace and data is not None
+    if not (is_traceable and group_evaluation.is_traceable(model)):
+      return None
+    if id(model) not in self._programs:
+      self._programs[id(model)] = group_evaluation.program(model, data)
+    return self._programs[id(model)]
+
+
+class ModelsEvaluator:
+  """Evaluates the models of a VectorizedStrategy, in one program."""
+
+  def __init__(
+    self,
+    model: Any,
+    keys: Sequence[str],
+    data: evaluation_data.EvaluationData,
+    metrics: group_evaluation.MetricsOfModels,
+    has_ensemble: bool,
+  ) -> None:
+    self._model, self._keys = model, keys
+    self._data, self._metrics = data, metrics
+    self._plain = PlainEvaluator(model.distribute_strategy, data, False)
+    self._mean: Any = None
+    if has_ensemble and not data.is_by_model:
+      self._mean = mean_model.mean_of(mean_model.of_models(model), model)
+      mean_model.compile_like(model, self._mean)
+
+  def evaluate(self, one_batch: bool = False) -> dict[str, Any]:
+    """Returns the metrics of all models, and those of the ensemble."""
+    with _keeping_state(self._model):
+      arguments = self._data.arguments(one_batch)
+      logs = self._model.evaluate(**arguments, verbose=0, return_dict=True)
+      found = self._metrics.by_group(self._model, self._keys, logs)
+      if self._mean is not None:
+        found |= self._plain.evaluate(self._mean, "ensemble", one_batch)
+    return found
+
+
+class TwinEvaluator:
+  """Evaluates the groups one after the other, in a plain model."""
+
+  def __init__(
+    self,
+    model: Any,
+    keys: Sequence[str],
+    data: evaluation_data.EvaluationData,
+    state: group_state.GroupState,
+    twin: Callable[[], Any] | None,
+    has_ensemble: bool,
+  ) -> None:
+    """Creates the twins, and compiles those that are evaluated."""
+
+    def make() -> Any:
+      into = None if twin is None else twin()
+      return group_models.load_group(model, 0, model.optimizer, into=into)
+
+    self._keys, self._state = keys, state
+    self._evaluator = PlainEvaluator(model.distribute_strategy, data)
+    self._plain = make()
+    if keras_fit.compile_arguments(self._plain) is None:
+      mean_model.compile_like(model, self._plain)
+    self._members: list[Any] = []
+    self._mean: Any = None
+    if has_ensemble:
+      self._members = [make() for _ in keys]
+      mean = mean_model.of_members(self._members)
+      self._mean = mean_model.mean_of(mean, self._plain)
+      mean_model.compile_like(self._plain, self._mean)
+    self._receivers = {
+      id(plain): group_models.receivers(state, plain)
+      for plain in (self._plain, *self._members)
+    }
+
+  def evaluate(self, one_batch: bool = False) -> dict[str, Any]:
+    """Returns the metrics of all groups, and those of the ensemble.
+
+    With one batch, the twin has the weights of group 0.
+    """
+    metrics: dict[str, Any] = {}
+    for i, key in enumerate(self._keys[:1] if one_batch else self._keys):
+      if not one_batch:
+        self._load(i)
+      self._evaluator.group.assign(i)
+      metrics |= self._evaluator.evaluate(self._plain, key, one_batch)
+    if self._mean is not None:
+      self._evaluator.group.assign(0)
+      metrics |= self._evaluator.evaluate(self._mean, "ensemble", one_batch)
+    return metrics
+
+  def _load(self, group: int) -> None:
+    """Gives the twin, and the group's member of the ensemble, its weights."""
+    members = self._state.groups.assignment[group]
+    values = group_models.values_of(self._state, members)
+    for plain in (self._plain, *self._members[group : group + 1]):
+      for name, variable in self._receivers[id(plain)].items():
+        variable.assign(values[name])
+      group_models.finalize(plain)
+
+
+@contextlib.contextmanager
+def _keeping_state(model: Any) -> Iterator[None]:
+  """Restores what layers store when they are evaluated."""
+  copies = replicas_lib.Copies(model.distribute_strategy)
+  variables = [v for v in group_state.variables_of(model) if not v.trainable]
+  for layer in keras_private.layers(model):
+    # Keras does not list the states of a stateful recurrent layer.
+    states = tf.nest.flatten(getattr(layer, "states", None))
+    variables += filter(variables_lib.is_variable, states)
+  kept = [(variable, copies.here(variable)) for variable in variables]
+  yield
+  for variable, arrays in kept:
+    copies.write(variable, arrays)
