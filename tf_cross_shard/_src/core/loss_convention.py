@@ -18,9 +18,8 @@ from typing import Any, Final
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import loss_factor
+from tf_cross_shard._src.core import graphs, loss_factor
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.reduce import collective_ops
 
 # The possible values of `loss_averaged_over`, in words.
 _EXAMPLES: Final = {
@@ -110,7 +109,7 @@ class LossConvention:
       return 1.0
     self._ever_scaled = True
     self._step.scaled = True
-    trace = weakref.ref(collective_ops.outermost_function())
+    trace = weakref.ref(graphs.outermost_function())
     self._step.default = default, trace
     # The function that is being traced may run in later steps.
     self._scaled_in_trace |= not tf.executing_eagerly()
@@ -123,7 +122,7 @@ class LossConvention:
     default, trace = getattr(self._step, "default", (loss_factor.GLOBAL, None))
     # Use the default of `for_loss` only if `for_loss` was called in the same
     # trace: on a TPU, one thread traces the functions of all steps.
-    now = collective_ops.outermost_function()
+    now = graphs.outermost_function()
     is_same_trace = trace is not None and trace() is now
     return self._factor(default if is_same_trace else loss_factor.GLOBAL)
 

@@ -38,8 +38,8 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import graphs
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core.reduce import engine, isolation
 
 # The first of our group keys. tf.distribute numbers its own groups from 1, and
 # two groups with the same key raise an error.
@@ -232,8 +232,8 @@ class CollectiveOps:
         " Call `strategy.run` itself inside a tf.function."
       )
     # The graphs of the replica function, without the graph in which it began.
-    graphs = _enclosing_graphs()[:-1]
-    if any("While" in type(graph).__name__ for graph in graphs):
+    inside = graphs.enclosing()[:-1]
+    if any("While" in type(graph).__name__ for graph in inside):
       raise RuntimeError(
         "Gradients cannot be reduced in a tf.while_loop inside the function"
         " given to `strategy.run`. Put the loop around `strategy.run`, in one"
@@ -273,7 +273,7 @@ class CollectiveOps:
     if tf.executing_eagerly():
       # Eager collectives of a replica run one at a time, so one key is enough.
       return 0, 0
-    graph = _enclosing_graphs()[-1]  # In which the replica function began.
+    graph = graphs.enclosing()[-1]  # In which the replica function began.
     if graph not in self._functions:
       self._functions[graph] = next(self._numbers), {}
     number, ordinals = self._functions[graph]
@@ -299,42 +299,6 @@ class CollectiveOps:
           shared_name=f"tf_cross_shard_order_{id(self)}_{replica}_{chain}",
         )
     return self._tokens[key]
-
-
-class CollectiveEngine(engine.Engine):
-  """An engine that sums and gathers by collective operations."""
-
-  # The operations, which all optimizers of the strategy share.
-  _collectives: CollectiveOps
-
-  def __init__(
-    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
-  ) -> None:
-    super().__init__(strategy, groups)
-    self._devices = tuple(strategy.extended.worker_devices)
-
-  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return self._collectives.run(ALL_REDUCE, tensors, *self._caller())
-
-  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return self._collectives.join_rows(tensors, *self._caller())
-
-  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    if not keeps_order(self.groups):
-      return super().reduce_scatter(row)
-    return self._collectives.reduce_scatter(row, *self._caller())
-
-  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    if not keeps_order(self.groups):
-      return super().all_gather_part(part)
-    return self._collectives.all_gather(part, *self._caller())
-
-  def _caller(self) -> tuple[groups_lib.Groups, int, str]:
-    """Returns the groups, and the number and device of the calling replica."""
-    replica = isolation.replica_id()
-    assert replica is not None  # These strategies know it while tracing.
-    device = self._devices[replica - self.local_replicas.start]
-    return self.groups, replica, device
 
 
 def instance_key(
@@ -433,34 +397,6 @@ def keeps_order(groups: groups_lib.Groups) -> bool:
   "task:2". With up to ten replicas both orders are the same.
   """
   return groups.num_replicas <= MAX_ORDERED
-
-
-def can_merge() -> bool:
-  """Returns whether a merge call works here.
-
-  It works only in the graph in which the replica function began, and not in the
-  graph of a `tf.cond` or of a nested function.
-  """
-  began_in = getattr(threading.current_thread(), "graph", None)
-  return began_in is tf.compat.v1.get_default_graph()
-
-
-def outermost_function() -> Any:
-  """Returns the graph of the outermost function that is being traced."""
-  graph: Any = tf.compat.v1.get_default_graph()
-  outer = getattr(graph, "outer_graph", None)
-  while isinstance(outer, tf.__internal__.FuncGraph):
-    graph, outer = outer, outer.outer_graph
-  return graph
-
-
-def _enclosing_graphs() -> list[Any]:
-  """Returns the graphs being built, up to that of the replica function."""
-  graphs = [tf.compat.v1.get_default_graph()]
-  began_in = getattr(threading.current_thread(), "graph", None)
-  while graphs[-1] is not began_in and hasattr(graphs[-1], "outer_graph"):
-    graphs.append(graphs[-1].outer_graph)
-  return graphs
 
 
 def _rounded_up(rows: tf.Tensor) -> tf.Tensor:

@@ -26,9 +26,11 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import graphs
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import compression, packing
 from tf_cross_shard._src.core.reduce import (
+  collective_engine,
   collective_ops,
   isolation,
 )
@@ -40,7 +42,7 @@ from tf_cross_shard._src.core.reduce import layout as layouts
 _MERGE_BUCKET_BYTES: Final = 1 << 16
 
 
-class Mirrored(collective_ops.CollectiveEngine):
+class Mirrored(collective_engine.CollectiveEngine):
   """Collectives within groups of the devices of one process."""
 
   def __init__(
@@ -79,7 +81,7 @@ class Mirrored(collective_ops.CollectiveEngine):
 
   def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     # Use a merge call on GPUs, too: unlike a collective, it needs no padding.
-    if not collective_ops.can_merge():
+    if not graphs.can_merge():
       return super().all_gather(tensors)
     return self._merge_each(tensors, lambda copies: tf.concat(copies, axis=0))
 
@@ -156,9 +158,7 @@ class Mirrored(collective_ops.CollectiveEngine):
   def _merges_here(self) -> bool:
     # Eager replicas run one after the other: the first would wait in a
     # collective for replicas that do not run yet.
-    return collective_ops.can_merge() and (
-      self._prefer_merge or tf.executing_eagerly()
-    )
+    return graphs.can_merge() and (self._prefer_merge or tf.executing_eagerly())
 
   def _sum(
     self,

@@ -22,6 +22,7 @@ from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import (
+  collective_engine,
   collective_ops,
   engine,
   isolation,
@@ -36,7 +37,7 @@ _BUCKET_BYTES: Final = 8 << 20
 _CHAINS: Final = 4
 
 
-class MultiWorker(collective_ops.CollectiveEngine):
+class MultiWorker(collective_engine.CollectiveEngine):
   """Collectives within groups of the replicas of several processes."""
 
   # Several buckets are sent at the same time, and the buckets of the last
