@@ -22,6 +22,7 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
+from tensorflow.python.training.saving import saveable_object_util
 
 from tf_cross_shard._src.vectorized import replica_context
 
@@ -220,6 +221,18 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Sets all copies to the value in a `tf.train.Checkpoint`."""
     return self.assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
+  def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+    """Returns what restores the variable in place of `_restore_from_tensors`.
+
+    TensorFlow 1's `Saver` uses it, and variables that wrap this variable, as in
+    tf_keras' mixed precision. TensorFlow's own would assign to the stack.
+    """
+    return {
+      trackable.VARIABLE_VALUE_KEY: lambda name=self._shared_name: _Saveable(
+        self, "", name
+      )
+    }
+
   def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
     raise ValueError(
       f"A SavedModel has one value of each variable, but {self.name} has"
@@ -259,6 +272,16 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return self._on_assign != _Aggregation.NONE and isinstance(
       tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
     )
+
+
+class _Saveable(saveable_object_util.ResourceVariableSaveable):
+  """Saves the value that the host reads, and restores all copies."""
+
+  def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
+    value = restored_tensors[0]
+    if restored_shapes is not None:
+      value = tf.reshape(value, restored_shapes[0])
+    return self.op.assign(value)
 
 
 def _read(handle: Any, dtype: tf.DType) -> tf.Tensor:
