@@ -40,3 +40,43 @@ def test_checkpoints_of_tf_keras_in_mixed_precision(
   checkpoint.restore(path).assert_consumed()
   copies = strategy.experimental_local_results(layer.kernel)
   assert [x.numpy().tolist() for x in copies] == [kernel.tolist()] * 2
+
+
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_the_host_assigns_without_reading(
+  method: str, strategy: VectorizedStrategy
+) -> None:
+  """With `read_value=False`, the result is what a plain variable returns."""
+  with strategy.scope():
+    weight = tf.Variable(1.0)
+  assign = getattr(weight, method)
+  assert assign(1.0, read_value=False) is None
+
+  @tf.function
+  def step() -> tf.Tensor:
+    operation = assign(1.0, read_value=False)
+    assert isinstance(operation, tf.Operation)
+    with tf.control_dependencies([operation]):
+      return tf.identity(weight)
+
+  plain = tf.Variable(1.0)
+  for _ in range(2):
+    getattr(plain, method)(1.0)
+  assert float(step()) == float(plain)
+
+
+@needs_tf_keras
+def test_the_host_assigns_in_mixed_precision_of_tf_keras(
+  strategy: VectorizedStrategy,
+) -> None:
+  home, _ = training.KERASES["tf_keras"]
+  with strategy.scope():
+    layer = home.layers.Dense(1, dtype="mixed_bfloat16", use_bias=False)
+    layer.build([None, 1])
+
+  @tf.function
+  def step() -> tf.Tensor:
+    with tf.control_dependencies([layer.kernel.assign([[3.0]])]):
+      return tf.identity(layer.kernel)
+
+  assert step().numpy().tolist() == [[3.0]]

@@ -192,30 +192,47 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
       raise NotImplementedError("numpy() is only available eagerly.")
     return self._read_variable_op().numpy()
 
-  def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+  def assign(
+    self,
+    value: Any,
+    use_locking: bool | None = None,
+    name: str | None = None,
+    read_value: bool = True,
+  ) -> Any:
     """Sets this replica's copy, or all copies if called on the host."""
     if _in_replica():
-      return super().assign(self._aggregate(value), *args, **kwargs)
-    value = tf.convert_to_tensor(value, self._dtype)
-    return self._assign_stack(tf.raw_ops.AssignVariableOp, self._share(value))
+      value = self._aggregate(value)
+      return super().assign(value, use_locking, name, read_value)
+    operation = tf.raw_ops.AssignVariableOp
+    return self._assign_all(operation, value, read_value)
 
-  def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+  def assign_add(
+    self,
+    delta: Any,
+    use_locking: bool | None = None,
+    name: str | None = None,
+    read_value: bool = True,
+  ) -> Any:
     """Adds to this replica's copy, or to all copies if called on the host."""
     if _in_replica():
-      return super().assign_add(self._aggregate(delta), *args, **kwargs)
-    delta = tf.convert_to_tensor(delta, self._dtype)
-    return self._assign_stack(
-      tf.raw_ops.AssignAddVariableOp, self._share(delta)
-    )
+      delta = self._aggregate(delta)
+      return super().assign_add(delta, use_locking, name, read_value)
+    operation = tf.raw_ops.AssignAddVariableOp
+    return self._assign_all(operation, delta, read_value)
 
-  def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+  def assign_sub(
+    self,
+    delta: Any,
+    use_locking: bool | None = None,
+    name: str | None = None,
+    read_value: bool = True,
+  ) -> Any:
     """Subtracts from this replica's copy; works like `assign_add`."""
     if _in_replica():
-      return super().assign_sub(self._aggregate(delta), *args, **kwargs)
-    delta = tf.convert_to_tensor(delta, self._dtype)
-    return self._assign_stack(
-      tf.raw_ops.AssignSubVariableOp, self._share(delta)
-    )
+      delta = self._aggregate(delta)
+      return super().assign_sub(delta, use_locking, name, read_value)
+    operation = tf.raw_ops.AssignSubVariableOp
+    return self._assign_all(operation, delta, read_value)
 
   def _restore_from_tensors(self, restored_tensors: Any) -> Any:
     """Sets all copies to the value in a `tf.train.Checkpoint`."""
@@ -247,13 +264,14 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     # The host reads the sum of the copies, so each copy is an equal part.
     return tf.cast(value / self._count, value.dtype)
 
-  def _assign_stack(self, operation: Any, value: tf.Tensor) -> Any:
-    """Assigns one value to all copies."""
+  def _assign_all(self, operation: Any, value: Any, read_value: bool) -> Any:
+    """Assigns a value on the host: to all copies."""
+    value = self._share(tf.convert_to_tensor(value, self._dtype))
     shape = self._shape.merge_with(value.shape)
     value.set_shape(shape)
     copies = tf.stack([value] * self._count)
-    operation(resource=self.stack_handle, value=copies)
-    return self
+    made = operation(resource=self.stack_handle, value=copies)
+    return self if read_value else made
 
   def _aggregate(self, value: Any) -> Any:
     """Combines the values that replicas assign, if the variable aggregates."""
