@@ -61,6 +61,16 @@ class ReplicaValues(values.PerReplica):
     return ReplicaValuesSpec(spec, self.count, self.layout)
 
 
+class CombinedValue(ReplicaValues):
+  """A value that all replicas have, because they have combined it.
+
+  It is a tensor in the results of `strategy.run`, as under MirroredStrategy.
+  """
+
+  def __init__(self, tensor: Any, count: int) -> None:
+    super().__init__(tensor, count, Layout.SHARED)
+
+
 def per_replica(values: Any) -> Any:
   """Marks values of which each model of a VectorizedStrategy receives its own.
 
@@ -279,7 +289,8 @@ def pack_results(structure: Any, outputs: Sequence[ReplicaValues]) -> Any:
     if leaf is None:
       return None
     if isinstance(leaf, tf.Tensor):
-      return next(remaining)
+      value = next(remaining)
+      return value.tensor if isinstance(value, CombinedValue) else value
     # A composite tensor: one for each replica.
     parts = [
       next(remaining).values

@@ -215,9 +215,14 @@ class DataParallelExtended(extended.ModelsExtended):
     return [
       BatchValues(given.without_padding(x.t), self.num_copies)
       if x.is_stacked and given.has_examples(output)
-      else self._values(x)
+      else self._values_of(output, x)
       for output, x in zip(function.outputs, run(given.stacks), strict=True)
     ]
+
+  def _values_of(self, output: tf.Tensor, x: Any) -> arguments.ReplicaValues:
+    if not x.is_stacked and vectorizer.reads_combined_values(output):
+      return arguments.CombinedValue(x.t, self.num_copies)
+    return self._values(x)
 
   def _evaluate(
     self, function: Any, given: Arguments, run: Callable[..., list[Any]]
@@ -228,13 +233,23 @@ class DataParallelExtended(extended.ModelsExtended):
     host reads the sum of the replicas' metrics. Then there is one result.
     """
     has_examples = list(map(given.has_examples, function.outputs))
+    reads = list(map(vectorizer.reads_combined_values, function.outputs))
+    are_combined: list[bool] = []
 
     def merged(outputs: list[Any], count: int) -> list[tf.Tensor]:
+      are_combined[:] = [
+        not x.is_stacked and is_read
+        for x, is_read in zip(outputs, reads, strict=True)
+      ]
       return [
         given.without_padding(x.t if x.is_stacked else x.t[tf.newaxis])
         if is_batch
+        else x.t
+        if is_combined
         else vectorizer.with_count(x, count)
-        for x, is_batch in zip(outputs, has_examples, strict=True)
+        for x, is_batch, is_combined in zip(
+          outputs, has_examples, are_combined, strict=True
+        )
       ]
 
     def run_on_all() -> list[tf.Tensor]:
@@ -251,10 +266,14 @@ class DataParallelExtended(extended.ModelsExtended):
     return [
       BatchValues(tensor, self.num_copies)
       if is_batch
+      else arguments.CombinedValue(tensor, self.num_copies)
+      if is_combined
       else arguments.ReplicaValues(
         tensor, self.num_copies, arguments.Layout.STACKED
       )
-      for tensor, is_batch in zip(tensors, has_examples, strict=True)
+      for tensor, is_batch, is_combined in zip(
+        tensors, has_examples, are_combined, strict=True
+      )
     ]
 
   def _warn_of_padding(self, size: Any) -> None:

@@ -25,7 +25,7 @@ from tensorflow.python.ops import (
   resource_variable_ops,
 )
 
-from tf_cross_shard._src.vectorized import private_pfor
+from tf_cross_shard._src.vectorized import private_pfor, replica_context
 
 pfor: Final = private_pfor.load()
 
@@ -245,14 +245,16 @@ def only_changes(function: Any, handles: Collection[int]) -> bool:
     function: The program, a concrete function.
     handles: Ids of variables' handles.
 
-  Programs whose replicas exchange values are never found to be such.
+  Programs whose replicas exchange values are never found to be such, unless
+  they only read the combined value of a variable.
   """
   graph = function.graph
   library = graph.as_graph_def().library.function
-  operations = [op.type for op in graph.get_operations()]
-  operations += [node.op for body in library for node in body.node_def]
-  if not _EXCHANGES.isdisjoint(operations):
-    return False
+  operations = [(op.type, op.name) for op in graph.get_operations()]
+  operations += [(x.op, x.name) for body in library for x in body.node_def]
+  for kind, name in operations:
+    if kind in _EXCHANGES and replica_context.AGGREGATED_READ not in name:
+      return False
   read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph
   kept = {id(graph.inputs[i]) for i in read_only(graph)}
   return all(
@@ -260,6 +262,22 @@ def only_changes(function: Any, handles: Collection[int]) -> bool:
     for outside, inside in graph.captures
     if outside.dtype == tf.resource
   )
+
+
+def reads_combined_values(output: tf.Tensor) -> bool:
+  """Returns whether an output depends on the combined value of a variable."""
+  scope = replica_context.AGGREGATED_READ
+  library = output.graph.as_graph_def().library.function
+  in_calls = any(scope in x.name for body in library for x in body.node_def)
+  waiting, seen = [output.op], set()
+  while waiting:
+    operation = waiting.pop()
+    if scope in operation.name or (in_calls and "Call" in operation.type):
+      return True
+    if operation not in seen:
+      seen.add(operation)
+      waiting += [x.op for x in operation.inputs]
+  return False
 
 
 def cannot_vectorize(operation: str) -> NotImplementedError:
