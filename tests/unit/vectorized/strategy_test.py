@@ -88,6 +88,14 @@ def test_a_function_that_returns_nothing(
   assert _copies(weight) == [1.0, -1.0, 6.0]
 
 
+def test_call_for_each_replica(strategy: VectorizedStrategy) -> None:
+  """Old loops call it, eagerly and in a tf.function."""
+  call = strategy.extended.call_for_each_replica
+  for run in (call, tf.function(call)):
+    result = run(lambda x, y: x + y, (_ids(strategy),), {"y": 1.0})
+    assert testbed.per_replica_results(strategy, result) == [1.0, 2.0, 3.0]
+
+
 def test_one_stack_in_place_of_copies(strategy: VectorizedStrategy) -> None:
   """The handle that programs capture keeps no second value."""
   with strategy.scope():

@@ -172,6 +172,8 @@ class ModelsExtended(
   def _call_for_each_replica(
     self, fn: Callable[..., Any], args: Any, kwargs: Any
   ) -> Any:
+    if tf.executing_eagerly():  # TensorFlow's `run` does not get here.
+      return self._container_strategy().run(fn, args, kwargs)
     with self._tracing:
       given = self._arguments(args, kwargs)
       structure, function = self.trace(fn, given)
