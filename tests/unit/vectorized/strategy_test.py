@@ -181,6 +181,12 @@ def test_the_number_of_replicas_is_checked() -> None:
       VectorizedStrategy(number, split_batches=True)  # type: ignore[arg-type]
 
 
+def test_graphs_of_tensorflow_1(strategy: VectorizedStrategy) -> None:
+  with tf.Graph().as_default(), strategy.scope():
+    with pytest.raises(NotImplementedError, match=r"TensorFlow 1\. Create"):
+      tf.Variable(1.0)
+
+
 def test_variables_of_another_strategy(strategy: VectorizedStrategy) -> None:
   with VectorizedStrategy(N, split_batches=True).scope():
     foreign = tf.Variable(1.0, name="foreign")

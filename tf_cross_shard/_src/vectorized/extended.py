@@ -293,6 +293,12 @@ class ModelsExtended(
   def _create_variable(
     self, next_creator: Callable[..., Any], **kwargs: Any
   ) -> Any:
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+      raise NotImplementedError(
+        "VectorizedStrategy has no variables in a graph of TensorFlow 1. Create"
+        " them outside of tf.Graph, with eager execution enabled, or use"
+        " local_strategy(n, vectorized=False)."
+      )
     # tf.compat.v1.Variable adds "expected_shape".
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
     for name in ignored:
