@@ -22,6 +22,21 @@ def strategy() -> VectorizedStrategy:
   return VectorizedStrategy(2, split_batches=True)
 
 
+def test_the_synchronization_that_auto_stands_for(
+  strategy: VectorizedStrategy,
+) -> None:
+  """For data-parallel replicas it is MirroredStrategy's, else one device's."""
+  kinds = tf.VariableSynchronization
+  for replicas, expected in (
+    (strategy, kinds.ON_WRITE),
+    (VectorizedStrategy(2), kinds.AUTO),
+  ):
+    with replicas.scope():
+      assert tf.Variable(1.0).synchronization == expected
+      read = tf.Variable(1.0, synchronization=kinds.ON_READ)
+      assert read.synchronization == kinds.ON_READ
+
+
 @needs_tf_keras
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoints_of_tf_keras_in_mixed_precision(

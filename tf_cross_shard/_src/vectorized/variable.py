@@ -28,6 +28,7 @@ from tensorflow.python.training.saving import saveable_object_util
 from tf_cross_shard._src.vectorized import replica_context
 
 _Aggregation: Final = tf.VariableAggregation
+_Synchronization: Final = tf.VariableSynchronization
 _in_replica: Final = replica_context.in_replica_program
 
 
@@ -48,7 +49,9 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
         "`aggregation` must not be MEAN for a variable whose dtype is not"
         f" floating; got {self.dtype.name}. Choose SUM or ONLY_FIRST_REPLICA."
       )
-    on_read = self.synchronization == tf.VariableSynchronization.ON_READ
+    if not are_models and self.synchronization == _Synchronization.AUTO:
+      self._synchronization = _Synchronization.ON_WRITE
+    on_read = self.synchronization == _Synchronization.ON_READ
     # How copies are combined when the host reads them, and how values are
     # combined when replicas assign them.
     self._on_read = self.aggregation if on_read else _Aggregation.NONE
