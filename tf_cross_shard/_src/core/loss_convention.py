@@ -232,7 +232,7 @@ class LossConvention:
     if scaled or missing == {1.0}:
       return
     remedy = (
-      "Call scale_loss(loss) inside the tape (docs/custom_loops.md) or pass"
+      "Call scale_loss(loss) inside the tape (docs/training.md) or pass"
       " scale_gradients=True, the only way within Keras' MultiOptimizer."
     )
     if chosen is not None:
@@ -269,7 +269,7 @@ class LossConvention:
         "CrossShardOptimizer assumes that the loss is averaged over %s, and"
         ' multiplies it by %g. If this is right, pass loss_averaged_over="%s".'
         ' If the loss is averaged over %s, pass loss_averaged_over="%s"; the'
-        " factor is then %g. See docs/custom_loops.md.",
+        " factor is then %g. See docs/training.md.",
         *(_EXAMPLES[taken], factors[taken], taken),
         *(_EXAMPLES[other], other, factors[other]),
       )
