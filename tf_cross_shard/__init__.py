@@ -1,4 +1,7 @@
-"""Data-parallel optimizers that reduce gradients within groups of replicas.
+"""Trains several models in one program, and reduces gradients within groups.
+
+`VectorizedStrategy(n)` trains n models as one vectorized program on one device:
+put its scope around the program of one model.
 
 `CrossShardOptimizer` wraps an optimizer of Keras 3 or tf_keras. It sums or
 averages the gradients over all replicas of a `tf.distribute` strategy, or
