@@ -3,8 +3,8 @@
     python examples/search_digits.py --trials=64 --models=16
 
 The study is in a file, so that you can start the program in several processes,
-which share the study, and kill it and start it again. At last it saves the best
-model as plain Keras, and draws Optuna's curves of all trials.
+which share the study, and kill it and start it again. Finally, it saves the
+best model as plain Keras, and draws Optuna's curves of all trials.
 """
 
 import os

@@ -9,7 +9,8 @@
 The layers subclass those of `tf.keras`. `tf_cross_shard.keras3` and
 `tf_cross_shard.tf_keras` have the versions for Keras 3 and tf_keras.
 
->>> layer = SyncBatchNormalization([[0, 1], [2, 3]])
+>>> from tf_cross_shard import layers
+>>> layer = layers.SyncBatchNormalization([[0, 1], [2, 3]])
 >>> layer.group_assignment  # replica 2 shares statistics with replica 3 only
 [[0, 1], [2, 3]]
 """

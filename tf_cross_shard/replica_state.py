@@ -28,10 +28,11 @@ For example, with groups of two replicas that have the weights A and B::
 `optimizer` must be built, except for `restore`, which builds it, and for
 `group_values`, `load_group`, `ensemble`, `predict` and `initialize`. `model` is
 a built model or a list of variables. Without `group_assignment`, all replicas
-form one group.
+form one group; under a VectorizedStrategy whose replicas are models, each model
+is a group.
 
 >>> import tensorflow as tf
->>> from tf_cross_shard import CrossShardOptimizer
+>>> from tf_cross_shard import CrossShardOptimizer, replica_state
 >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 >>> with strategy.scope():
 ...   model = tf.keras.Sequential(
@@ -43,18 +44,19 @@ form one group.
 >>> tensors = getattr(kernel, "value", kernel)  # tf_keras has tf.Variables
 >>> for i, copy in enumerate(strategy.experimental_local_results(tensors)):
 ...   _ = copy.assign([[10.0 * i]])
->>> [float(value[0, 0]) for value in group_values(kernel, optimizer)]
+>>> kernels = replica_state.group_values(kernel, optimizer)
+>>> [float(value[0, 0]) for value in kernels]
 [0.0, 10.0]
 >>> x = tf.constant([[2.0]])
->>> float(load_group(model, 1, optimizer)(x)[0, 0])
+>>> float(replica_state.load_group(model, 1, optimizer)(x)[0, 0])
 20.0
->>> float(ensemble(model, optimizer)(x)[0, 0])
+>>> float(replica_state.ensemble(model, optimizer)(x)[0, 0])
 10.0
->>> assert_in_sync(optimizer, model)
->>> average(optimizer, model)
->>> [float(value[0, 0]) for value in values(kernel)]
+>>> replica_state.assert_in_sync(optimizer, model)
+>>> replica_state.average(optimizer, model)
+>>> [float(value[0, 0]) for value in replica_state.values(kernel)]
 [5.0, 5.0]
->>> copy_group(1, 0, optimizer, model)
+>>> replica_state.copy_group(1, 0, optimizer, model)
 
 Call the functions eagerly and outside `strategy.run`; elsewhere they raise a
 RuntimeError. On several machines, call them on all workers and with the same

@@ -13,7 +13,8 @@ Two towers, each with one row of the batch, train one weight `w`. With the sum
 of the losses `w * 1` and `w * 2`, the gradient is 3:
 
 >>> import tensorflow as tf
->>> from tf_cross_shard import TowerOptimizer
+>>> from tf_cross_shard import ModeKeys, TowerOptimizer, TowerSpec
+>>> from tf_cross_shard import replicate_model_fn
 >>> w = tf.Variable(10.0)
 >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(1.0))
 >>> def model_fn(features, mode):

@@ -30,11 +30,11 @@ def local_strategy(
 ) -> tf.distribute.Strategy:
   """Returns a strategy with a given number of replicas on this machine.
 
-  Use it to train several models on one machine, each in its own group, or to
-  try a distributed program without several GPUs. If this machine has a GPU for
-  each replica, you get a MirroredStrategy on GPUs. Otherwise you get a
-  `VectorizedStrategy` with `split_batches=True`, whose replicas are one program
-  on the GPU or CPU.
+  Use it to try a data-parallel program without several GPUs. To train several
+  models, use `VectorizedStrategy`, whose models all see the whole batch. If
+  this machine has a GPU for each replica, you get a MirroredStrategy on GPUs.
+  Otherwise, even with some GPUs, you get a `VectorizedStrategy` with
+  `split_batches=True`, whose replicas are one program on one device.
 
   >>> import tensorflow as tf
   >>> import tf_cross_shard

@@ -23,7 +23,7 @@ KERAS = [
 def test_help_is_whole(home: Any, its_keras: Any, name: str) -> None:
   del its_keras
   cls = getattr(home, name)
-  # Both Kerases' classes derive from the class that has the documentation.
+  # The classes for both versions of Keras derive from the documented class.
   base = next(each for each in cls.__mro__[1:] if each.__name__ == name)
   text = inspect.getdoc(getattr(home, name)) or ""
   lines = text.splitlines()

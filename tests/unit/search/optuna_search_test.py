@@ -245,7 +245,7 @@ def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
   judge = callbacks.GroupMetrics(VALIDATION, ensemble=False)
   model.fit(data(), epochs=4, verbose=0, callbacks=[judge, search])
   [message] = [m for m in caplog.messages if "before the search" in m]
-  assert "2 of 5 trials were told as failed, and 1 were not started" in message
+  assert "2 of 5 trials were marked as failed, and 1 were not" in message
   states = [trial.state.name for trial in study.trials]
   assert states == ["COMPLETE", "COMPLETE", "FAIL", "FAIL", "WAITING"]
 

@@ -57,6 +57,7 @@ class CrossShardOptimizer(facade.Facade):
   Train a model on two replicas. Only the `CrossShardOptimizer` is new:
 
   >>> import numpy as np
+  >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():
@@ -268,6 +269,7 @@ class CrossShardOptimizer(facade.Facade):
     An int64 `tf.Variable`; each replica holds the count of its own group. None
     unless `skip_nonfinite` is set.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> optimizer = CrossShardOptimizer("sgd", skip_nonfinite=True)
     >>> weight = tf.Variable(3.0)
@@ -279,7 +281,11 @@ class CrossShardOptimizer(facade.Facade):
 
   @property
   def groups(self) -> groups_lib.Groups:
-    """The groups; one group of all replicas without `group_assignment`."""
+    """The groups of replicas.
+
+    Without `group_assignment`, all replicas form one group or, under a
+    VectorizedStrategy whose replicas are models, each model is a group.
+    """
     return self._pipeline.engine.groups
 
   def describe(self) -> describe_lib.Description:
@@ -289,6 +295,7 @@ class CrossShardOptimizer(facade.Facade):
     `print` you get a table. Ask it which variables TensorFlow's kernels update,
     and which of your settings have no effect, and why.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> optimizer = CrossShardOptimizer("adam", shard_update=True)
     >>> optimizer.build([tf.Variable([1.0, 2.0], name="weight")])
@@ -329,6 +336,7 @@ class CrossShardOptimizer(facade.Facade):
     changes nothing. The loss must be an average: that of twice as many examples
     is not twice as large.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     >>> with strategy.scope():
@@ -363,6 +371,7 @@ class CrossShardOptimizer(facade.Facade):
   ) -> Any:
     """Reduces the gradients over the group, and applies the result with `opt`.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
     >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))

@@ -59,7 +59,7 @@ class OuterOptimizer(group_callback.GroupCallback):
       θ(t) = OuterOpt(θ(t-1), Δ)                 outer optimizer
       θ_i  = θ(t)                                in all groups
 
-  After an outer step, all replicas have the same weights, bit for bit. Each
+  After an outer step, all replicas have exactly the same weights. Each
   group keeps its own slots and other state of the wrapped optimizer.
   Variables that are not trained, such as the statistics of batch normalization,
   are not synchronized.

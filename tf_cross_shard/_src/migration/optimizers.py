@@ -43,7 +43,8 @@ def from_v1(
   becomes `_`.
 
   >>> import tensorflow as tf
-  >>> optimizer = from_v1(
+  >>> from tf_cross_shard import migration
+  >>> optimizer = migration.from_v1(
   ...   tf.compat.v1.tpu.CrossShardOptimizer(
   ...     tf.compat.v1.train.MomentumOptimizer(0.5, momentum=0.5),
   ...     reduction=tf.compat.v1.losses.Reduction.SUM,

@@ -29,6 +29,7 @@ def even(
   Call it on all workers, each with its own data. This example has one worker:
 
   >>> import tensorflow as tf
+  >>> from tf_cross_shard.multi_worker import even
   >>> batches = tf.data.Dataset.from_tensor_slices(([1.0, 2.0], [3.0, 4.0]))
   >>> strategy = tf.distribute.get_strategy()
   >>> [(x, y, weights)] = even(batches.batch(2), strategy, mode="pad")

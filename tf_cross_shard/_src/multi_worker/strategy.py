@@ -51,7 +51,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
   is the only worker:
 
   >>> import tensorflow as tf
-  >>> strategy = MultiWorkerStrategy()
+  >>> from tf_cross_shard import multi_worker
+  >>> strategy = multi_worker.MultiWorkerStrategy()
   >>> strategy.num_replicas_in_sync
   1
   >>> strategy.reduce("MEAN", tf.constant(3.0), axis=0).numpy().item()

@@ -62,14 +62,16 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
 
   >>> import tempfile
   >>> import tensorflow as tf
+  >>> from tf_cross_shard import replica_state
   >>> weight = tf.Variable(3.0)
   >>> optimizer = tf.keras.optimizers.SGD()
   >>> optimizer.build([weight])
   >>> with tempfile.TemporaryDirectory() as folder:
-  ...   save(f"{folder}/state", optimizer, [weight])
+  ...   path = f"{folder}/state"
+  ...   replica_state.save(path, optimizer, [weight])
   ...   _ = weight.assign(0.0)
-  ...   restore(f"{folder}/state", optimizer, [weight])
-  ...   [plain] = read_group(f"{folder}/state", 0, [tf.Variable(0.0)])
+  ...   replica_state.restore(path, optimizer, [weight])
+  ...   [plain] = replica_state.read_group(path, 0, [tf.Variable(0.0)])
   >>> float(weight.numpy()), float(plain.numpy())
   (3.0, 3.0)
 

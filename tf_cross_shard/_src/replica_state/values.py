@@ -15,10 +15,11 @@ def values(variable: Any) -> list[archive.Array]:
   """Returns the value of a variable in each replica.
 
   >>> import tensorflow as tf
+  >>> from tf_cross_shard import replica_state
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():
   ...   weight = tf.Variable([1.0, 2.0])
-  >>> values(weight)
+  >>> replica_state.values(weight)
   [array([1., 2.], dtype=float32), array([1., 2.], dtype=float32)]
 
   For variables that TensorFlow aggregates when read, such as metrics, you get

@@ -43,7 +43,7 @@ class OptunaSearch(group_callback.GroupMonitor):
 
   Samplers, pruners, storages and curves are Optuna's. With a
   `VectorizedStrategy`, ask TPE for `constant_liar=True`, so that it does not
-  suggest one place to all groups.
+  suggest nearly the same settings to all groups.
 
   >>> import numpy as np, optuna, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, VectorizedStrategy
@@ -342,9 +342,9 @@ class OptunaSearch(group_callback.GroupMonitor):
     missing = self.trials - self._trials.asked
     if is_begun and (left or missing):
       logging.warning(
-        "fit ended before the search: %d of %d trials were told as failed, and"
-        " %d were not started. Call fit(epochs=search.most_epochs), and remove"
-        " callbacks that set stop_training.",
+        "fit ended before the search: %d of %d trials were marked as failed,"
+        " and %d were not started. Call fit(epochs=search.most_epochs), and"
+        " remove callbacks that set stop_training.",
         *(left, self.trials, missing),
       )
 

@@ -151,8 +151,8 @@ class Trials:
   def resume(self, fit: str, running: Sequence[Running | None]) -> None:
     """Continues after a kill, with the trials that were running in a backup.
 
-    Trials that the study was asked for after the backup are told as failed, and
-    their settings are asked for again.
+    Trials that the study was asked for after the backup are marked as failed,
+    and their settings are asked for again.
 
     Raises:
       CheckpointError: If the study does not have the trials of the backup.

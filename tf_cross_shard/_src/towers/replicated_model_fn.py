@@ -31,6 +31,7 @@ _MEANS: Final = (
 class ModeKeys:
   """The modes in which a model function is called, spelled as in TensorFlow 1.
 
+  >>> from tf_cross_shard import ModeKeys
   >>> ModeKeys.PREDICT
   'infer'
 
@@ -52,6 +53,7 @@ class TowerSpec(NamedTuple):
   for all towers.
 
   >>> import tensorflow as tf
+  >>> from tf_cross_shard import TowerSpec
   >>> spec = TowerSpec("train", loss=tf.constant(2.0))
   >>> float(spec.loss), spec.predictions
   (2.0, None)
@@ -285,6 +287,7 @@ def replicate_model_fn(
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import TowerOptimizer, TowerSpec
+  >>> from tf_cross_shard import replicate_model_fn
   >>> c = tf.Variable(10.0)
   >>> optimizer = TowerOptimizer(tf.keras.optimizers.SGD(1.0))
   >>> def model_fn(features, mode):

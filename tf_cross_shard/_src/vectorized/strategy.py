@@ -4,7 +4,7 @@
 
 `run` traces the replica's function as an ordinary `tf.function` and rewrites
 the graph, so that every tensor that differs between replicas has a first axis
-of N copies. In the device's eyes there is one program with larger tensors.
+of N copies. The device runs one program with larger tensors.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class VectorizedStrategy(tf.distribute.Strategy):
   or GPU. Write the program of one model, and create it inside the scope: each
   replica is the program of one device, with its own copy of every variable. All
   models receive the whole batch. Every loss, metric, layer and optimizer of
-  Keras gives each model the numbers of a `fit` of its own.
+  Keras gives each model the numbers of a `fit` of its own, up to rounding.
 
   >>> import numpy as np
   >>> import tensorflow as tf
@@ -44,8 +44,8 @@ class VectorizedStrategy(tf.distribute.Strategy):
   >>> with strategy.scope():
   ...   model = tf.keras.Sequential([tf.keras.Input((1,))])
   ...   model.add(tf.keras.layers.Dense(1, kernel_initializer="zeros"))
-  ...   model.compile(tf.keras.optimizers.SGD(schedules.PerGroup([0.5, 0.25])))
-  ...   model.compile(model.optimizer, "mse")
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([0.5, 0.25]))
+  ...   model.compile(sgd, "mse")
   >>> x = np.ones([4, 1], "float32")
   >>> _ = model.fit(x, x, epochs=1, verbose=0)
   >>> kernel = model.trainable_variables[0]

@@ -98,6 +98,7 @@ def compile_for(
   This needs libtpu but no TPU. Nothing is run, and no variable changes.
 
   >>> import tensorflow as tf
+  >>> from tf_cross_shard.virtual_tpu import compile_for
   >>> def step(x):
   ...   context = tf.distribute.get_replica_context()
   ...   return context.all_reduce("SUM", x)

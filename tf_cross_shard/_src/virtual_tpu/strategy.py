@@ -23,7 +23,8 @@ class VirtualTPUStrategy(strategy_lib.VectorizedStrategy):
   refused here. Then all replicas run as one vectorized program.
 
   >>> import tensorflow as tf
-  >>> strategy = VirtualTPUStrategy(num_replicas=2)
+  >>> from tf_cross_shard import virtual_tpu
+  >>> strategy = virtual_tpu.VirtualTPUStrategy(num_replicas=2)
   >>> with strategy.scope():
   ...   weight = tf.Variable(0.0)
   >>> def step(x):

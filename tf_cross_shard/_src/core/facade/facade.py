@@ -189,6 +189,7 @@ class Facade:
   def get_slot(self, var: Any, name: str) -> Any:
     """Returns the slot that the wrapped optimizer created for a variable.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable([1.0, 2.0])
     >>> optimizer = CrossShardOptimizer("adam")
@@ -277,6 +278,7 @@ class Facade:
     gradients of each replica. They include the loss factor, so their sum over
     the group is the mean.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
     >>> optimizer = CrossShardOptimizer("sgd")
@@ -333,6 +335,7 @@ class Facade:
 
     You can also call it as in Keras: `minimize(loss, var_list, tape=tape)`.
 
+    >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
     >>> weight = tf.Variable(3.0)
     >>> optimizer = CrossShardOptimizer(tf.keras.optimizers.SGD(0.5))

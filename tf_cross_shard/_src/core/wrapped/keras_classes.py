@@ -14,6 +14,7 @@ BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 def keras_class(optimizer: Any) -> str:
   """Returns the name of a class of Keras; "" for other and legacy classes.
 
+  >>> import tensorflow as tf
   >>> keras_class(tf.keras.optimizers.Adam())
   'Adam'
   """

@@ -24,7 +24,7 @@ KERASES: Final = ("keras", "tf_keras")
 UPDATE_ALL: Final = "_distributed_tf_update_step"
 # tf_keras' method that adds up rows of the same index.
 _MERGE_ROWS: Final = "_deduplicate_sparse_grad"
-# The methods that apply weight decay and clip, in both Kerases.
+# The methods that apply weight decay and clip, in both versions of Keras.
 DECAY: Final = "_apply_weight_decay"
 CLIP: Final = "_clip_gradients"
 
