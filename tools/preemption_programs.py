@@ -2,7 +2,7 @@
 
 `train` is one worker of a program, and resumes from its backup if there is one.
 It appends JSON lines `[time, kind, ...]` to the file `log_<worker>`, and the
-metrics of each epoch to `history_<worker>`. At last it writes `end.npz`.
+metrics of each epoch to `history_<worker>`. Finally, it writes `end.npz`.
 """
 
 import json
