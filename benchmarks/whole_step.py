@@ -15,7 +15,7 @@ two busy cores.
                Keras' operations, both with our optimizer
     mirrored   MirroredStrategy on four logical CPUs, which share each batch
     models     four models: four groups of one `fit` on four logical CPUs,
-               against four `fit` of plain Keras one after the other
+               against four calls of `fit` of plain Keras, one after the other
 """
 
 import os

@@ -73,7 +73,9 @@ class OptunaSearch(group_callback.GroupMonitor):
   (6, True)
 
   Attributes:
-    study: The study. You can assign another one before a `fit`.
+    study: The study. You can assign another one before a `fit`. Its trials
+      start from the weights that the model then has;
+      `replica_state.initialize` gives the model new ones.
     trials: The number of trials of the next `fit`.
     epochs: The number of epochs of a trial.
   """
@@ -148,7 +150,10 @@ class OptunaSearch(group_callback.GroupMonitor):
 
   @property
   def most_epochs(self) -> int:
-    """How many epochs to pass to `fit`, which the search ends itself."""
+    """The number of epochs to pass to `fit`: `trials` times `epochs`.
+
+    It is an upper limit. The search ends `fit` when its last trial ends.
+    """
     return self.trials * self.epochs
 
   def value(self, name: str) -> group_value.GroupValue:

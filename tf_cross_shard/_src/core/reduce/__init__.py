@@ -37,9 +37,9 @@ buffer over all replicas. It took 2.1 to 2.6 times as long as `ctx.all_reduce`
 of the gradients alone (two groups on CPUs, TensorFlow 2.21), and the buffer
 grows with the number of groups.
 
-Within the core, two other files use internals of tf.distribute or raw
-collective operations: `single_program` has the collectives of a TPU program,
-and `tf_keras/adapter.py` asks for which replica it updates.
+The core uses internals of tf.distribute and raw collective operations in this
+folder, and in two other files: `single_program` has the collectives of a TPU
+program, and `tf_keras/adapter.py` asks for which replica Keras updates.
 """
 
 from typing import Any
