@@ -147,7 +147,12 @@ def test_nonfinite_window_is_skipped(way: str, dtype: str) -> None:
     trained,
     lambda g, members: momentum([windows(members)[i] for i in WINDOWS[g]]),
   )
-  assert [int(each.step.skipped_steps) for each in trained] == [0, 1, 0, 1]
+  assert [int(each.step.guard.skipped_steps) for each in trained] == [
+    0,
+    1,
+    0,
+    1,
+  ]
 
 
 def test_averages_move_once_per_step() -> None:

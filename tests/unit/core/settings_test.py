@@ -30,6 +30,7 @@ DICTIONARY = "must map each setting name to a list"
     ("wire_dtype", "bf16", ValueError, "'bf16'"),
     ("skip_nonfinite", "yes", TypeError, "must be True or False; got 'yes'"),
     ("scale_gradients", 1, TypeError, "must be True or False; got 1"),
+    ("fused_update", "no", TypeError, "must be None, True or False; got 'no'"),
     ("clipnorm", -1.0, ValueError, f"{NUMBER} -1.0"),
     ("global_clipnorm", float("nan"), ValueError, f"{NUMBER} nan"),
     ("clipvalue", [1.0], ValueError, f"{NUMBER} \\[1.0\\]"),

@@ -401,3 +401,13 @@ def test_nadam_of_tf_keras(replicas: int, mode: str) -> None:
       for copy in testbed.copies(weight):
         np.testing.assert_allclose(copy, value, rtol=1e-5)
   assert plain._u_product_counter == 1  # The attribute is restored.
+
+
+def test_limits_are_those_of_the_wrapped_optimizer() -> None:
+  sgd = tf.keras.optimizers.SGD(1.0, clipvalue=4.0)
+  optimizer = TowerOptimizer(sgd)
+  assert optimizer.clipvalue == 4.0
+  optimizer.clipvalue = 2.0
+  weight = tf.Variable([0.0, 0.0])
+  optimizer.apply_gradients([(tf.constant([1.0, 8.0]), weight)])
+  assert weight.numpy().tolist() == [-1.0, -2.0]

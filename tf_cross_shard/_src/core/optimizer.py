@@ -202,8 +202,8 @@ class CrossShardOptimizer(facade.Facade):
     engine = reduce.for_strategy(
       self._wrapped.strategy, settings.group_assignment
     )
-    per_group_lib.check_rates_of(opt, engine.groups, self._binding.package)
-    per_group_lib.create_rates(opt, self._binding.package)
+    per_group_lib.check_rates_of(opt, engine.groups, self._wrapped.package)
+    per_group_lib.create_rates(opt, self._wrapped.package)
     vars(self)["_pipeline"] = pipeline_lib.GradientPipeline(
       settings, self._wrapped, engine
     )
@@ -233,10 +233,10 @@ class CrossShardOptimizer(facade.Facade):
         " callbacks.GroupReduceLROnPlateau; instead of LearningRateScheduler,"
         " use a PerGroup of schedules."
       )
-    schedule = per_group_lib.schedule_class(self._binding.package)
+    schedule = per_group_lib.schedule_class(self._wrapped.package)
     per_group_lib.check_rates(value, self.groups, schedule)
     opt.learning_rate = value
-    per_group_lib.create_rates(opt, self._binding.package)
+    per_group_lib.create_rates(opt, self._wrapped.package)
 
   @property
   def update_step(self) -> Any:

@@ -109,6 +109,11 @@ class Settings:
         raise TypeError(
           f"`{name}` must be True or False; got {getattr(self, name)!r}."
         )
+    if self.fused_update not in (None, True, False):
+      raise TypeError(
+        "`fused_update` must be None, True or False; got"
+        f" {self.fused_update!r}. None uses kernels where they are faster."
+      )
     for name in LIMITS:
       _check_limit(name, getattr(self, name))
     for name, allowed in (

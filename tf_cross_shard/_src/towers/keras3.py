@@ -28,7 +28,7 @@ class TowerOptimizer(
   2.0
   """
 
-  _binding = binding.BINDING
+  _keras_binding = binding.BINDING
 
   def scale_loss(self, loss: Any) -> Any:
     """Scales a loss as `compute_gradients` does, before you differentiate it.

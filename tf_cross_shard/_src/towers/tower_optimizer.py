@@ -51,6 +51,11 @@ class TowerOptimizer(facade_lib.Facade):
   _argument = "optimizer_or_optimizer_fn"
   _was_used = False
 
+  # The wrapped optimizer clips.
+  clipnorm = facade_lib.forwarded("clipnorm")
+  global_clipnorm = facade_lib.forwarded("global_clipnorm")
+  clipvalue = facade_lib.forwarded("clipvalue")
+
   def __init__(
     self,
     optimizer_or_optimizer_fn: (
@@ -74,7 +79,7 @@ class TowerOptimizer(facade_lib.Facade):
     super().__init__(
       gradient_collector.variables().optimizer(opt),
       name="TowerOptimizer",
-      clipnorm=None,  # The wrapped optimizer clips.
+      clipnorm=None,
       global_clipnorm=None,
       clipvalue=None,
     )

@@ -168,3 +168,44 @@ def test_an_optimizer_around_ours_must_not_mix_the_groups() -> None:
     grouped = CrossShardOptimizer("sgd", group_assignment=[[0, 1], [2, 3]])
   with pytest.raises(RuntimeError, match=r"mixes the groups.*apply_gradients"):
     grouped.update_step(tf.constant(1.0), tf.Variable(1.0), 0.1)
+
+
+@training.in_both
+def test_a_subclass_changes_gradients_once(which: str) -> None:
+  """Also inside a LossScaleOptimizer, which calls it again after the sum."""
+  library, ours = training.KERASES[which]
+
+  class Doubling(ours.CrossShardOptimizer):  # type: ignore[name-defined]
+    def __init__(self, opt: Any) -> None:
+      super().__init__(opt)
+      self._keras_binding = "an attribute of the user's"
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+      super().apply([2 * g for g in grads], trainable_variables)
+
+    def compute_gradients(self, *args: Any, **options: Any) -> Any:
+      pairs = super().compute_gradients(*args, **options)
+      return [(2 * g, v) for g, v in pairs]
+
+  class DoublingPairs(ours.CrossShardOptimizer):  # type: ignore[name-defined]
+    def apply_gradients(self, pairs: Any, *args: Any, **options: Any) -> Any:
+      doubled = [(2 * g, v) for g, v in pairs]
+      return super().apply_gradients(doubled, *args, **options)
+
+  weight = tf.Variable(8.0)
+  Doubling(library.optimizers.SGD(1.0)).minimize(lambda: weight * 1.0)
+  assert weight.numpy() == 6.0
+  if which == "keras":
+    weight = library.Variable(8.0)
+    scaler = library.optimizers.LossScaleOptimizer(
+      Doubling(library.optimizers.SGD(1.0)), initial_scale=4.0
+    )
+    scaler.build([weight])
+    scaler.apply([tf.constant(4.0)], [weight])
+  else:
+    scaler = library.mixed_precision.LossScaleOptimizer(
+      DoublingPairs(library.optimizers.SGD(1.0)), initial_scale=4.0
+    )
+    weight.assign(8.0)
+    scaler.apply_gradients([(tf.constant(1.0), weight)])
+  assert float(weight.numpy()) == 6.0

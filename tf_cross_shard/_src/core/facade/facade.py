@@ -35,7 +35,7 @@ class VariableList(list[Any]):
     return self
 
 
-def _forwarded(name: str) -> property:
+def forwarded(name: str) -> property:
   """Returns a property that forwards to the wrapped optimizer."""
 
   def get(self: Any) -> Any:
@@ -62,7 +62,7 @@ class Facade:
   GATE_OP = differentiate.GATE_OP
   GATE_GRAPH = differentiate.GATE_GRAPH
 
-  _binding: binding_lib.Binding
+  _keras_binding: binding_lib.Binding
   _wrapped: wrapped_lib.WrappedOptimizer
   _argument = "opt"  # The constructor's name for the wrapped optimizer.
   name: Any
@@ -81,19 +81,24 @@ class Facade:
 
   def __init__(self, opt: Any, name: str, **limits: float | None) -> None:
     """Becomes an optimizer of Keras; then begins to forward attributes."""
-    wrapped = self._binding.start(self, opt, name, limits)
+    wrapped = self._binding_of_class().start(self, opt, name, limits)
     if wrapped.is_built:
       validation.check_not_overwritten(wrapped.trainable_variables)
     vars(self)[wrapped_lib.ATTRIBUTE] = wrapped
 
   @classmethod
+  def _binding_of_class(cls) -> binding_lib.Binding:
+    # The user's object may have an attribute of the same name.
+    return cls._keras_binding
+
+  @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
     """Returns `opt` as an optimizer of this Keras, or raises an error."""
-    opt = arguments.to_optimizer(opt, cls._argument, cls._binding)
+    opt = arguments.to_optimizer(opt, cls._argument, cls._keras_binding)
     for nested in nested_lib.nested_optimizers(opt):
       if isinstance(nested, Facade):
         cls._check_facade_within(nested, opt)
-    arguments.check_class(opt, cls._argument, cls._binding.package)
+    arguments.check_class(opt, cls._argument, cls._keras_binding.package)
     return opt
 
   @classmethod
@@ -107,10 +112,10 @@ class Facade:
 
   # Attributes and settings.
 
-  learning_rate = _forwarded("learning_rate")
-  iterations = _forwarded("iterations")
-  exclude_from_weight_decay = _forwarded("exclude_from_weight_decay")
-  update_step = _forwarded("update_step")
+  learning_rate = forwarded("learning_rate")
+  iterations = forwarded("iterations")
+  exclude_from_weight_decay = forwarded("exclude_from_weight_decay")
+  update_step = forwarded("update_step")
 
   def __getattr__(self, name: str) -> Any:
     """Reads a missing attribute from the wrapped optimizer."""
@@ -127,8 +132,9 @@ class Facade:
     The constructor of a LossScaleOptimizer around this optimizer assigns an
     attribute. Our methods then replace those of the LossScaleOptimizer.
     """
-    if name == self._binding.scaler_attribute:
-      scaler = loss_scaler.find_caller(self, self._binding.scaler_class)
+    binding = self._binding_of_class()
+    if name == binding.scaler_attribute:
+      scaler = loss_scaler.find_caller(self, binding.scaler_class)
       if scaler is not None:
         self._reduce_before(scaler)
     wrapped = wrapped_lib.find(self)
@@ -152,7 +158,7 @@ class Facade:
     # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
     if not self._wrapped.skips_overflows:
       self._wrapped.outer_loss_scaler = scaler
-    vars(scaler).update(self._binding.scaler_methods(self, scaler))
+    vars(scaler).update(self._binding_of_class().scaler_methods(self, scaler))
 
   def __repr__(self) -> str:
     """Returns the class, the wrapped optimizer, and changed arguments."""
@@ -372,11 +378,17 @@ class Facade:
     if is_empty and tape is not None:
       # `fit` of tf_keras, with a model that has nothing to train.
       return self._wrapped.iterations()
-    options = differentiate.GraphOptions(
-      gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
+    options = (
+      *(gate_gradients, aggregation_method),
+      *(colocate_gradients_with_ops, grad_loss),
     )
-    default = loss_factor.REPLICA if tape is None else loss_factor.GLOBAL
-    pairs = self._gradients(loss, var_list, tape, default, options)
+    if tape is None:  # The user's class may override `compute_gradients`.
+      pairs = self.compute_gradients(loss, var_list, *options)
+    else:
+      pairs = self._gradients(
+        *(loss, var_list, tape, loss_factor.GLOBAL),
+        differentiate.GraphOptions(*options),
+      )
     return self.apply_gradients(pairs, global_step, name=name)
 
   @tf.autograph.experimental.do_not_convert
@@ -416,7 +428,7 @@ class Facade:
 
   def get_config(self) -> dict[str, Any]:
     """Returns the constructor's arguments in serializable form."""
-    opt = self._binding.serialize(self._wrapped.optimizer)
+    opt = self._binding_of_class().serialize(self._wrapped.optimizer)
     return {self._argument: opt, **self._config()}
 
   def _config(self) -> dict[str, Any]:
@@ -437,7 +449,7 @@ class Facade:
     """
     # A copy, because Keras changes the dictionary.
     opt = copy.deepcopy(config[cls._argument])
-    opt = cls._binding.deserialize(opt, custom_objects)
+    opt = cls._keras_binding.deserialize(opt, custom_objects)
     return cls(**{**config, cls._argument: opt})
 
   def _before_saving(self) -> None:

@@ -26,6 +26,7 @@ class Keras3Adapter(wrapped_lib.WrappedOptimizer):
 
   package = "keras"
   sums_rows = False
+  _applies_by = "apply"
   _index_attribute = "_trainable_variables_indices"
 
   @property

@@ -48,7 +48,7 @@ class CrossShardOptimizer(
   are not in the copy. A copy of a compiled and built model keeps the slots.
   """
 
-  _binding = binding.BINDING
+  _keras_binding = binding.BINDING
 
   @tf.autograph.experimental.do_not_convert
   def scale_loss(self, loss: Any) -> Any:

@@ -30,6 +30,7 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
 
   package = "tf_keras"
   sums_rows = True
+  _applies_by = "apply_gradients"
   _index_attribute = "_index_dict"
   # The methods that compute gradients. The first method calls the others.
   _gradient_methods: tuple[str, ...] = ("compute_gradients",)

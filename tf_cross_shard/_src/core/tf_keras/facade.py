@@ -15,7 +15,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 class TfKerasFacade(facade.Facade, tf_keras.optimizers.Optimizer):
   """A tf_keras optimizer that forwards everything except its step."""
 
-  _binding = binding.BINDING
+  _keras_binding = binding.BINDING
 
   # Keras reads these attributes of any optimizer. Legacy ones do not have them.
   _mesh = None

@@ -9,6 +9,7 @@ import abc
 import contextlib
 import importlib
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -58,6 +59,9 @@ class WrappedOptimizer(abc.ABC):
 
   package: str  # "keras" or "tf_keras"
   sums_rows: bool
+
+  # The method of an optimizer that this Keras' LossScaleOptimizer calls.
+  _applies_by: str
 
   # The name of the dictionary that maps a variable's key to its index.
   _index_attribute: str
@@ -335,12 +339,28 @@ class WrappedOptimizer(abc.ABC):
     if self.outer_loss_scaler is not None and not self.is_called_by_loss_scaler:
       self._thread.is_called_by_loss_scaler = True
       try:
-        self._apply_around(grads, variables)
+        with self._calling_ours():
+          self._apply_around(grads, variables)
       finally:
         self._thread.is_called_by_loss_scaler = False
       return
     with fused.updating(self.base_optimizer, self.index, self.fused, row_step):
       self._apply(grads, variables, through_apply, **options)
+
+  def _calling_ours(self) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which the LossScaleOptimizer calls our own method.
+
+    What the user's subclass of our class overrides has run before the sum, and
+    must not change the sums, too.
+    """
+    facade, name = self.outer_loss_scaler.inner_optimizer, self._applies_by
+    ours = next(
+      kind
+      for kind in type(facade).__mro__
+      if kind.__module__.startswith("tf_cross_shard")
+    )
+    method = types.MethodType(getattr(ours, name), facade)
+    return overriding.overriding(facade, **{name: method})
 
   @abc.abstractmethod
   def _apply(
