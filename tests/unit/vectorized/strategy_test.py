@@ -6,6 +6,7 @@ tests/unit/virtual_tpu/strategy_test.py tests what both strategies share.
 import contextlib
 import dataclasses
 import gc
+import pathlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -185,6 +186,17 @@ def test_graphs_of_tensorflow_1(strategy: VectorizedStrategy) -> None:
   with tf.Graph().as_default(), strategy.scope():
     with pytest.raises(NotImplementedError, match=r"TensorFlow 1\. Create"):
       tf.Variable(1.0)
+
+
+def test_saved_models_are_loaded_outside_of_the_scope(
+  strategy: VectorizedStrategy, tmp_path: pathlib.Path
+) -> None:
+  module = tf.Module()
+  module.weight = tf.Variable(1.0)
+  tf.saved_model.save(module, str(tmp_path))
+  with strategy.scope():
+    with pytest.raises(NotImplementedError, match="Load it outside, create"):
+      tf.saved_model.load(str(tmp_path))
 
 
 def test_variables_of_another_strategy(strategy: VectorizedStrategy) -> None:

@@ -303,8 +303,15 @@ class ModelsExtended(
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"
     for name in ignored:
       kwargs.pop(name, None)
-    # A tensor of the function that is being traced has no value outside.
     value = kwargs.get("initial_value")
+    if value is None:
+      raise NotImplementedError(
+        "Variables of VectorizedStrategy need an `initial_value`, so you cannot"
+        " load a SavedModel inside of its scope. Load it outside, create the"
+        " model inside, and copy the weights: model.set_weights(loaded"
+        ".get_weights())."
+      )
+    # A tensor of the function that is being traced has no value outside.
     if tf.is_symbolic_tensor(value) and tf.get_static_value(value) is not None:
       kwargs["initial_value"] = tf.get_static_value(value)
     with tf.init_scope(), tf.device(self._device):
