@@ -11,6 +11,7 @@ that changes only metrics runs once, on the whole batch.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -212,17 +213,21 @@ class DataParallelExtended(extended.ModelsExtended):
       return self._evaluate(function, given, run)
     if given.batches:
       self._warn_of_padding(given.size)
-    return [
-      BatchValues(given.without_padding(x.t), self.num_copies)
-      if x.is_stacked and given.has_examples(output)
-      else self._values_of(output, x)
-      for output, x in zip(function.outputs, run(given.stacks), strict=True)
-    ]
+    outputs = zip(
+      function.outputs,
+      vectorizer.reads_combined_values(function),
+      run(given.stacks),
+      strict=True,
+    )
 
-  def _values_of(self, output: tf.Tensor, x: Any) -> arguments.ReplicaValues:
-    if not x.is_stacked and vectorizer.reads_combined_values(output):
-      return arguments.CombinedValue(x.t, self.num_copies)
-    return self._values(x)
+    def as_value(output: tf.Tensor, reads: bool, x: Any) -> Any:
+      if x.is_stacked and given.has_examples(output):
+        return BatchValues(given.without_padding(x.t), self.num_copies)
+      if reads and not x.is_stacked:
+        return arguments.CombinedValue(x.t, self.num_copies)
+      return self._values(x)
+
+    return list(itertools.starmap(as_value, outputs))
 
   def _evaluate(
     self, function: Any, given: Arguments, run: Callable[..., list[Any]]
@@ -233,7 +238,7 @@ class DataParallelExtended(extended.ModelsExtended):
     host reads the sum of the replicas' metrics. Then there is one result.
     """
     has_examples = list(map(given.has_examples, function.outputs))
-    reads = list(map(vectorizer.reads_combined_values, function.outputs))
+    reads = vectorizer.reads_combined_values(function)
     are_combined: list[bool] = []
 
     def merged(outputs: list[Any], count: int) -> list[tf.Tensor]:
@@ -241,16 +246,13 @@ class DataParallelExtended(extended.ModelsExtended):
         not x.is_stacked and is_read
         for x, is_read in zip(outputs, reads, strict=True)
       ]
-      return [
-        given.without_padding(x.t if x.is_stacked else x.t[tf.newaxis])
-        if is_batch
-        else x.t
-        if is_combined
-        else vectorizer.with_count(x, count)
-        for x, is_batch, is_combined in zip(
-          outputs, has_examples, are_combined, strict=True
-        )
-      ]
+
+      def as_tensor(x: Any, is_batch: bool, is_combined: bool) -> Any:
+        if is_batch:
+          return given.without_padding(x.t if x.is_stacked else x.t[tf.newaxis])
+        return x.t if is_combined else vectorizer.with_count(x, count)
+
+      return list(map(as_tensor, outputs, has_examples, are_combined))
 
     def run_on_all() -> list[tf.Tensor]:
       return merged(run(given.stacks), self.num_copies)
@@ -263,18 +265,16 @@ class DataParallelExtended(extended.ModelsExtended):
       tensors = tf.cond(is_divisible, run_on_all, run_on_first)
     else:
       tensors = run_on_first()
-    return [
-      BatchValues(tensor, self.num_copies)
-      if is_batch
-      else arguments.CombinedValue(tensor, self.num_copies)
-      if is_combined
-      else arguments.ReplicaValues(
-        tensor, self.num_copies, arguments.Layout.STACKED
-      )
-      for tensor, is_batch, is_combined in zip(
-        tensors, has_examples, are_combined, strict=True
-      )
-    ]
+
+    def as_value(tensor: tf.Tensor, is_batch: bool, is_combined: bool) -> Any:
+      if is_batch:
+        return BatchValues(tensor, self.num_copies)
+      if is_combined:
+        return arguments.CombinedValue(tensor, self.num_copies)
+      layout = arguments.Layout.STACKED
+      return arguments.ReplicaValues(tensor, self.num_copies, layout)
+
+    return list(map(as_value, tensors, has_examples, are_combined))
 
   def _warn_of_padding(self, size: Any) -> None:
     """Warns once that training repeats examples: see `stack_batch`."""

@@ -195,12 +195,12 @@ def _aggregated_read(call: Call) -> Any:
     read = read.inputs[0].op
   handle = call.pfor._convert_helper(read.inputs[0]).t  # noqa: SLF001
   with tf.control_dependencies([call.input(1).t]):
-    rows = tf.raw_ops.ReadVariableOp(
+    stack = tf.raw_ops.ReadVariableOp(
       resource=handle, dtype=read.get_attr("dtype")
     )
   is_mean = f"{replica_context.AGGREGATED_READ}MEAN" in name
   combine = tf.reduce_mean if is_mean else tf.reduce_sum
-  return [wrap(combine(rows, axis=0), False), call.input(1)]
+  return [wrap(combine(stack, axis=0), False), call.input(1)]
 
 
 @converts("XlaReduceScatter")

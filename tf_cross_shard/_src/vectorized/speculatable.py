@@ -21,7 +21,7 @@ _DIVISIONS: Final = frozenset(
     *("TruncateMod", "Inv", "Reciprocal"),
   }
 )
-_HARMLESS: Final = frozenset(
+_SPECULATABLE: Final = frozenset(
   {
     # Values and shapes.
     *("BroadcastGradientArgs", "BroadcastTo", "Cast", "ConcatOffset"),
@@ -76,7 +76,7 @@ def _is_speculatable(op: tf.Operation) -> bool:
   if op.type in ("StridedSlice", "Slice"):  # Constant bounds fit or never do.
     return all(x.op.type == "Const" for x in op.inputs[1:])
   return (
-    op.type in _HARMLESS
+    op.type in _SPECULATABLE
     or op.type.startswith("ResourceApply")
     or (vectorizer.pfor._pfor_converter_registry.get(op.type) is _BY_ELEMENT)
   )

@@ -30,6 +30,12 @@ from tf_cross_shard._src.vectorized import replica_context
 _Aggregation: Final = tf.VariableAggregation
 _Synchronization: Final = tf.VariableSynchronization
 _in_replica: Final = replica_context.in_replica_program
+# What the methods that assign do to the stack.
+_ON_HOST: Final = {
+  "assign": tf.raw_ops.AssignVariableOp,
+  "assign_add": tf.raw_ops.AssignAddVariableOp,
+  "assign_sub": tf.raw_ops.AssignSubVariableOp,
+}
 
 
 class StackedVariable(resource_variable_ops.ResourceVariable):
@@ -199,47 +205,35 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
       raise NotImplementedError("numpy() is only available eagerly.")
     return self._read_variable_op().numpy()
 
-  def assign(
+  def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sets this replica's copy, or all copies if called on the host."""
+    return self._change("assign", value, *args, **kwargs)
+
+  def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    """Adds to this replica's copy, or to all copies if called on the host."""
+    return self._change("assign_add", delta, *args, **kwargs)
+
+  def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+    """Subtracts from this replica's copy; works like `assign_add`."""
+    return self._change("assign_sub", delta, *args, **kwargs)
+
+  def _change(
     self,
+    method: str,
     value: Any,
     use_locking: bool | None = None,
     name: str | None = None,
     read_value: bool = True,
   ) -> Any:
-    """Sets this replica's copy, or all copies if called on the host."""
+    """Assigns a value, as TensorFlow's `method` of this name does."""
     if _in_replica():
       value = self._aggregate(value)
-      return super().assign(value, use_locking, name, read_value)
-    operation = tf.raw_ops.AssignVariableOp
-    return self._assign_all(operation, value, read_value)
-
-  def assign_add(
-    self,
-    delta: Any,
-    use_locking: bool | None = None,
-    name: str | None = None,
-    read_value: bool = True,
-  ) -> Any:
-    """Adds to this replica's copy, or to all copies if called on the host."""
-    if _in_replica():
-      delta = self._aggregate(delta)
-      return super().assign_add(delta, use_locking, name, read_value)
-    operation = tf.raw_ops.AssignAddVariableOp
-    return self._assign_all(operation, delta, read_value)
-
-  def assign_sub(
-    self,
-    delta: Any,
-    use_locking: bool | None = None,
-    name: str | None = None,
-    read_value: bool = True,
-  ) -> Any:
-    """Subtracts from this replica's copy; works like `assign_add`."""
-    if _in_replica():
-      delta = self._aggregate(delta)
-      return super().assign_sub(delta, use_locking, name, read_value)
-    operation = tf.raw_ops.AssignSubVariableOp
-    return self._assign_all(operation, delta, read_value)
+      return getattr(super(), method)(value, use_locking, name, read_value)
+    value = self._share(tf.convert_to_tensor(value, self._dtype))
+    value.set_shape(self._shape.merge_with(value.shape))
+    copies = tf.stack([value] * self._count)
+    made = _ON_HOST[method](resource=self.stack_handle, value=copies)
+    return self if read_value else made
 
   def _restore_from_tensors(self, restored_tensors: Any) -> Any:
     """Sets all copies to the value in a `tf.train.Checkpoint`."""
@@ -248,8 +242,8 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
   def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
     """Returns what restores the variable in place of `_restore_from_tensors`.
 
-    TensorFlow 1's `Saver` uses it, and variables that wrap this variable, as in
-    tf_keras' mixed precision. TensorFlow's own would assign to the stack.
+    Variables that wrap this variable use it, as in tf_keras' mixed precision.
+    TensorFlow's own would assign to the stack.
     """
     return {
       trackable.VARIABLE_VALUE_KEY: lambda name=self._shared_name: _Saveable(
@@ -270,15 +264,6 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
       return value
     # The host reads the sum of the copies, so each copy is an equal part.
     return tf.cast(value / self._count, value.dtype)
-
-  def _assign_all(self, operation: Any, value: Any, read_value: bool) -> Any:
-    """Assigns a value on the host: to all copies."""
-    value = self._share(tf.convert_to_tensor(value, self._dtype))
-    shape = self._shape.merge_with(value.shape)
-    value.set_shape(shape)
-    copies = tf.stack([value] * self._count)
-    made = operation(resource=self.stack_handle, value=copies)
-    return self if read_value else made
 
   def _aggregate(self, value: Any) -> Any:
     """Combines the values that replicas assign, if the variable aggregates."""

@@ -249,10 +249,7 @@ def only_changes(function: Any, handles: Collection[int]) -> bool:
   they only read the combined value of a variable.
   """
   graph = function.graph
-  library = graph.as_graph_def().library.function
-  operations = [(op.type, op.name) for op in graph.get_operations()]
-  operations += [(x.op, x.name) for body in library for x in body.node_def]
-  for kind, name in operations:
+  for kind, name in (*_operations(graph), *_operations_of_calls(graph)):
     if kind in _EXCHANGES and replica_context.AGGREGATED_READ not in name:
       return False
   read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph
@@ -264,20 +261,39 @@ def only_changes(function: Any, handles: Collection[int]) -> bool:
   )
 
 
-def reads_combined_values(output: tf.Tensor) -> bool:
-  """Returns whether an output depends on the combined value of a variable."""
-  scope = replica_context.AGGREGATED_READ
-  library = output.graph.as_graph_def().library.function
-  in_calls = any(scope in x.name for body in library for x in body.node_def)
-  waiting, seen = [output.op], set()
-  while waiting:
-    operation = waiting.pop()
-    if scope in operation.name or (in_calls and "Call" in operation.type):
-      return True
-    if operation not in seen:
-      seen.add(operation)
-      waiting += [x.op for x in operation.inputs]
-  return False
+def reads_combined_values(function: Any) -> list[bool]:
+  """Returns whether each output depends on the combined value of a variable.
+
+  An output that depends on a call counts if any call combines values.
+  """
+  graph, scope = function.graph, replica_context.AGGREGATED_READ
+  in_calls = any(scope in name for _, name in _operations_of_calls(graph))
+  if not in_calls and not any(scope in name for _, name in _operations(graph)):
+    return [False] * len(function.outputs)
+
+  def depends(output: tf.Tensor) -> bool:
+    waiting, seen = [output.op], set()
+    while waiting:
+      operation = waiting.pop()
+      if scope in operation.name or (in_calls and "Call" in operation.type):
+        return True
+      if operation not in seen:
+        seen.add(operation)
+        waiting += [x.op for x in operation.inputs]
+    return False
+
+  return list(map(depends, function.outputs))
+
+
+def _operations(graph: Any) -> list[tuple[str, str]]:
+  """Returns the types and names of the operations of a graph."""
+  return [(op.type, op.name) for op in graph.get_operations()]
+
+
+def _operations_of_calls(graph: Any) -> list[tuple[str, str]]:
+  """Returns the types and names of the operations of called functions."""
+  library = graph.as_graph_def().library.function
+  return [(x.op, x.name) for body in library for x in body.node_def]
 
 
 def cannot_vectorize(operation: str) -> NotImplementedError:
