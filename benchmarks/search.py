@@ -202,7 +202,7 @@ def measure(search: Callable[[], tuple[int, int, float]]) -> Cost:
 
 
 def main() -> None:
-  """Times each way to search, without and with dropout; prints a table."""
+  """Measures searches by OptunaSearch and by separate fits; prints a table."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--trials", type=int, default=64)
   parser.add_argument("--models", type=int, default=16)

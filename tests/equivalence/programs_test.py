@@ -17,22 +17,15 @@ from tests.support.any_strategy import (
   OWN_LOSS_IN_FIT,
   Networks,
   Program,
+  adam,
   dense,
+  normal,
   run_steps,
 )
 
 keras = tf.keras
 Strategy = tf.distribute.Strategy
 Wrap = Callable[[Any], Any]
-
-
-def _adam(rate: float = 0.01) -> Any:
-  # A large epsilon: rounding errors of tiny gradients stay small.
-  return keras.optimizers.Adam(rate, epsilon=1e-5)
-
-
-def _normal(*shape: int) -> np.ndarray:
-  return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 def _batches(*arrays: np.ndarray, size: int = 8) -> tf.data.Dataset:
@@ -61,7 +54,7 @@ class DeepQ(Program):
     weights = model.online.trainable_variables
     copied = model.target.weights, model.online.weights
     with strategy.scope():
-      optimizer = wrap(_adam(0.02))
+      optimizer = wrap(adam(0.02))
       optimizer.build(weights)
       cell, moves, wins, last = (tf.Variable(0) for _ in range(4))
       # Cell, action, reward, next cell.
@@ -131,10 +124,10 @@ class ClippedPolicy(Program):
       *model.critic.trainable_variables,
     ]
     with strategy.scope():
-      optimizer = wrap(_adam(0.03))
+      optimizer = wrap(adam(0.03))
       optimizer.build(weights)
       updates = tf.Variable(0)
-    start = tf.constant(_normal(self.actors, 1))
+    start = tf.constant(normal(self.actors, 1))
 
     def roll_out() -> Any:
       state, rows = start, []
@@ -187,7 +180,7 @@ class ClippedPolicy(Program):
 
 
 class GradientPenalty(Program):
-  """WGAN-GP: the critic's gradients at points between real and made ones."""
+  """WGAN-GP: penalizes gradients between real and generated points."""
 
   def build(self) -> Any:
     return Networks(generator=dense(2, 8, 2), critic=dense(2, 16, 1))
@@ -195,7 +188,7 @@ class GradientPenalty(Program):
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():
       sgd = keras.optimizers.SGD(0.05)
-      optimizers = [wrap(_adam()), wrap(sgd)]
+      optimizers = [wrap(adam()), wrap(sgd)]
     critic, generator = model.critic, model.generator
 
     def step(real: Any, noise: Any, share: Any) -> None:
@@ -213,7 +206,7 @@ class GradientPenalty(Program):
         loss = -tf.reduce_mean(critic(generator(noise)))
       _apply(optimizers[1], tape, loss, generator.trainable_variables)
 
-    points, share = _normal(64, 4), np.random.default_rng(1).random((64, 1))
+    points, share = normal(64, 4), np.random.default_rng(1).random((64, 1))
     real = points[:, :2] / np.linalg.norm(points[:, :2], axis=1, keepdims=True)
     data = _batches(real, points[:, 2:], share.astype("float32"))
     run_steps(strategy, step, data.repeat(3))
@@ -246,8 +239,8 @@ class Autoencoder(Program):
 
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():
-      model.compile(wrap(_adam()), "mse")
-    x = _normal(40, 6)
+      model.compile(wrap(adam()), "mse")
+    x = normal(40, 6)
     model.fit(x, x, batch_size=8, epochs=3, shuffle=False, verbose=0)
 
 
@@ -281,7 +274,7 @@ class SharpnessAware(Program):
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():
       model.compile(wrap(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
-    x = _normal(40, 6)
+    x = normal(40, 6)
     y = np.sin(x[:, :1])
     model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
 
@@ -294,7 +287,7 @@ class MeanTeacher(Program):
 
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():
-      optimizer = wrap(_adam(0.03))
+      optimizer = wrap(adam(0.03))
     student, teacher = model.student, model.teacher
     crossentropy = tf.nn.sparse_softmax_cross_entropy_with_logits
 
@@ -308,7 +301,7 @@ class MeanTeacher(Program):
       for mean, weight in zip(teacher.weights, student.weights, strict=True):
         mean.assign(0.9 * mean + 0.1 * weight)
 
-    x = _normal(40, 12)
+    x = normal(40, 12)
     labels = np.argmax(x[:, :3], axis=1)
     data = _batches(x[:, :4], labels, x[:, 4:8], x[:, 8:])
     run_steps(strategy, step, data.repeat(3))
@@ -322,7 +315,7 @@ class GradNorm(Program):
 
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> Any:
     with strategy.scope():
-      optimizer, balancer = wrap(_adam()), wrap(keras.optimizers.SGD(0.05))
+      optimizer, balancer = wrap(adam()), wrap(keras.optimizers.SGD(0.05))
       balance, first = tf.Variable([1.0, 1.0]), tf.Variable([0.0, 0.0])
     kernel = model.shared.trainable_variables[0]
 
@@ -344,7 +337,7 @@ class GradNorm(Program):
       _apply(balancer, tape, gap, [balance])
       balance.assign(2.0 * balance / tf.reduce_sum(balance))
 
-    x = _normal(40, 4)
+    x = normal(40, 4)
     data = _batches(x, np.stack([10.0 * np.sin(x[:, 0]), x[:, 1]], axis=1))
     run_steps(strategy, step, data.repeat(3))
     return [balance, first]
@@ -368,7 +361,7 @@ class LowRank(Program):
 
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():
-      model.compile(wrap(_adam(0.03)), "mse")
+      model.compile(wrap(adam(0.03)), "mse")
     tokens = np.random.default_rng(0).integers(0, 20, (40, 6))
     y = (tokens[:, :1] > 9).astype("float32")
     model.fit(tokens, y, batch_size=8, epochs=3, shuffle=False, verbose=0)

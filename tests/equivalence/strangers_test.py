@@ -23,7 +23,9 @@ from tests.support.any_strategy import (
   SEEDS,
   Networks,
   Program,
+  adam,
   dense,
+  normal,
   run_steps,
 )
 from tf_cross_shard import VectorizedStrategy, per_replica
@@ -58,18 +60,9 @@ def _library(module: str) -> Any:
     pytest.skip(f"{reason}. Run tools/strangers.sh.")
 
 
-def _adam(rate: float = 0.01) -> Any:
-  # A large epsilon: rounding errors of tiny gradients stay small.
-  return keras.optimizers.Adam(rate, epsilon=1e-5)
-
-
 def _momentum(rate: float) -> Any:
   # Adam would hide a sum over replicas in place of a mean.
   return keras.optimizers.SGD(rate, momentum=0.9)
-
-
-def _normal(*shape: int) -> np.ndarray:
-  return np.random.default_rng(0).normal(size=shape).astype("float32")
 
 
 def _fit(model: Any, x: Any, y: Any, **options: Any) -> None:
@@ -106,7 +99,7 @@ class HubEncoder(Program):
     }
     with strategy.scope():
       loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-      model.compile(wrap(_adam()), loss)
+      model.compile(wrap(adam()), loss)
     _fit(model, x, tokens[:, 0] % 3)
 
 
@@ -130,7 +123,7 @@ class HubDecoder(Program):
     mask = _mask(rng)
     with strategy.scope():
       loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-      model.compile(wrap(_adam()), loss)
+      model.compile(wrap(adam()), loss)
     x = {"token_ids": tokens[:, :-1], "padding_mask": mask}
     _fit(model, x, tokens[:, 1:], sample_weight=mask)
 
@@ -163,7 +156,7 @@ class CrossNetwork(Program):
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():
       model.compile(wrap(_momentum(0.1)), "binary_crossentropy")
-    rng, numbers = np.random.default_rng(0), _normal(40, 4)
+    rng, numbers = np.random.default_rng(0), normal(40, 4)
     x = [rng.integers(0, 10, 40), rng.integers(0, 12, (40, 3)), numbers]
     _fit(model, x, (numbers[:, :1] > 0.0).astype("float32"))
 
@@ -219,7 +212,7 @@ class LibraryLoop(SecondDerivatives):
     )
     training = dde.Model(data, model)
     with strategy.scope():
-      training.compile(wrap(_adam()), verbose=0)
+      training.compile(wrap(adam()), verbose=0)
     step = training.train_step
     training.train_step = tf.function(
       lambda *batch: strategy.run(step, batch), autograph=False
@@ -270,7 +263,7 @@ class SonnetModule(Program):
       grads = tape.gradient(loss, weights)
       optimizer.apply_gradients(zip(grads, weights, strict=True))
 
-    x = _normal(40, 5, 3)
+    x = normal(40, 5, 3)
     arrays = x, np.sin(x.sum(axis=1))[:, :1]
     data = tf.data.Dataset.from_tensor_slices(arrays).batch(8).repeat(3)
     run_steps(strategy, step, data)
@@ -295,7 +288,7 @@ class MixtureDensity(Program):
 
     with strategy.scope():
       model.compile(wrap(_momentum(0.02)), loss)
-    x = _normal(40, 2)
+    x = normal(40, 2)
     _fit(model, x, np.sign(x[:, :1]) * x[:, 1:] ** 2)
 
 
@@ -309,7 +302,7 @@ class Variational(Program):
     tfp = _library("tensorflow_probability")
     tfd = tfp.distributions
     with strategy.scope():
-      optimizer = wrap(_adam(0.05))
+      optimizer = wrap(adam(0.05))
     kernels = [model.mean.weights[0], model.deviation.weights[0]]
 
     def step(x: Any, y: Any) -> None:
@@ -328,7 +321,7 @@ class Variational(Program):
       grads = tape.gradient(loss, kernels)
       optimizer.apply_gradients(zip(grads, kernels, strict=True))
 
-    x = _normal(40, 3)
+    x = normal(40, 3)
     arrays = x, x[:, :1] - x[:, 1:2]
     data = tf.data.Dataset.from_tensor_slices(arrays).batch(20).repeat(5)
     run_steps(strategy, step, data)

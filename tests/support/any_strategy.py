@@ -34,6 +34,16 @@ IN_A_LOOP = {"scale_gradients": True, "loss_averaged_over": "replica"}
 Arrays = list[np.ndarray]
 
 
+def adam(rate: float = 0.01) -> Any:
+  """Returns Adam with so large an epsilon that tiny gradients do not matter."""
+  return keras.optimizers.Adam(rate, epsilon=1e-5)
+
+
+def normal(*shape: int) -> np.ndarray:
+  """Returns the same normally distributed numbers for each call."""
+  return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
 class Program(abc.ABC):
   """A program for one device, whose strategy and optimizer can be replaced."""
 

@@ -64,7 +64,7 @@ class Islands:
     return replica_state_cases.saved(self.optimizer, self.weights)
 
   def anchors(self) -> list[list[np.ndarray]]:
-    """Returns each replica's copy of the anchor, by weight."""
+    """Returns the outer optimizer's anchor of each weight, for each replica."""
     saved = self.saved()
     return [
       [state[f"optimizer/anchor{i}"] for state in saved]

@@ -33,7 +33,7 @@ def one_number(y: Any, prediction: Any) -> Any:
 
 
 def _losses(library: Any) -> dict[str, Any]:
-  """Returns arguments of `compile` for a model with an output of each loss."""
+  """Returns arguments of `compile` for a model that has one output per loss."""
   error = library.losses.MeanSquaredError
   losses = [error(), error(reduction="sum"), one_number]
   return {"loss": losses, "loss_weights": [0.5, 2.0, 4.0]}
@@ -42,7 +42,7 @@ def _losses(library: Any) -> dict[str, Any]:
 def _model(
   library: Any, optimizer: Any, extra: bool = False, **compiled: Any
 ) -> Any:
-  """Compiles a model with an output of each loss; all weights are one.
+  """Compiles a model that has one output per loss; all weights are one.
 
   `extra` adds losses by `add_loss`, a regularizer of weights and one of
   activations.

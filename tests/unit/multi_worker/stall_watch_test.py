@@ -72,7 +72,7 @@ def _watch() -> stall_watch.StallWatch:
 def _check_in_collective(
   monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> bool | None:
-  """Checks for an alarm after a collective of this worker took so long."""
+  """Returns what the watch says while a collective takes this long."""
   watch = _watch()
   checked: list[bool | None] = []
 

@@ -25,7 +25,7 @@ def strategy() -> VectorizedStrategy:
 def test_the_synchronization_that_auto_stands_for(
   strategy: VectorizedStrategy,
 ) -> None:
-  """For data-parallel replicas it is MirroredStrategy's, else one device's."""
+  """AUTO means ON_WRITE for data-parallel replicas, as in MirroredStrategy."""
   kinds = tf.VariableSynchronization
   for replicas, expected in (
     (strategy, kinds.ON_WRITE),

@@ -63,7 +63,7 @@ def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
   """
   nested.check_optimizer(optimizer)
   optimizers = list(nested.nested_optimizers(optimizer))
-  if not any(map(keras_private.is_built, optimizers)):
+  if not nested.is_built(optimizer):
     raise ValueError(
       "`optimizer` is not built, so it has no state: got"
       f" {type(optimizer).__name__}. Call build(model.trainable_variables)"

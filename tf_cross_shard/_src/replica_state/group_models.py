@@ -100,16 +100,14 @@ def assign(
 
 
 def receivers(
-  state: group_state.GroupState,
-  plain: Any,
-  **wording: Any,
+  state: group_state.GroupState, plain: Any, **options: Any
 ) -> dict[str, Any]:
   """Returns a plain model's variables by the names of those in `state`.
 
-  Raises `ValueError` for other variables: see `_check_fits`, which `wording`
-  are arguments of.
+  Raises `ValueError` if the model has other variables. `options` are those of
+  `_check_fits`, which checks it.
   """
-  target = _check_fits(state, plain, **wording)
+  target = _check_fits(state, plain, **options)
   return {
     source.name: replicas_lib.native(entry.variable)
     for source, entry in zip(state.entries, target.entries, strict=True)

@@ -141,7 +141,7 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     return []
   pairs = []
   for each in tracked.with_state(optimizer, model).values():
-    if not tracked.is_built(each):
+    if not nested_lib.is_built(each):
       continue
     outermost, *_ = nested = list(nested_lib.nested_optimizers(each))
     # Not all optimizers of tf_keras tell what they train.

@@ -33,7 +33,7 @@ def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
 def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
   """Returns the built ones of `optimizers`, or the only one."""
   every = optimizers(optimizer, model)
-  built = {path: o for path, o in every.items() if is_built(o)}
+  built = {path: o for path, o in every.items() if nested_lib.is_built(o)}
   if len(every) == 1 or not built:
     return {"": optimizer}
   groups = {
@@ -69,7 +69,7 @@ def trained(
   found = {}
   for path, each in every.items():
     keys = [id(replicas_lib.native(v)) for v in trained_by(each)]
-    if is_built(each):
+    if nested_lib.is_built(each):
       is_known = bool(keys) and names.keys() >= set(keys)
       found[path] = [names[key] for key in keys] if is_known else None
   return found
@@ -88,7 +88,7 @@ def build(
   every = optimizers(optimizer, model)
   for path, names in saved.items():
     each = every.get(path)
-    if each is None or is_built(each):
+    if each is None or nested_lib.is_built(each):
       continue
     if names is None or not variables.keys() >= set(names):
       raise archive.CheckpointError(
@@ -116,12 +116,6 @@ def trained_by(optimizer: Any) -> list[Any]:
     if variables:
       return variables
   return []
-
-
-def is_built(optimizer: Any) -> bool:
-  return any(
-    map(keras_private.is_built, nested_lib.nested_optimizers(optimizer))
-  )
 
 
 def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

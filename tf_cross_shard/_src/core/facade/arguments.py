@@ -1,4 +1,4 @@
-"""The arguments of a wrapper's constructor."""
+"""Converts and checks the arguments of the constructors of our wrappers."""
 
 import difflib
 import functools

@@ -1,4 +1,8 @@
-"""What being an optimizer of one Keras takes, besides the facade's methods."""
+"""What differs between Keras 3 and tf_keras when our wrapper is created.
+
+The wrapper calls Keras' constructor, replaces methods of a LossScaleOptimizer
+around it, and serializes the user's optimizer.
+"""
 
 import abc
 import sys
@@ -15,22 +19,19 @@ class Binding(abc.ABC):
     package: "keras" or "tf_keras".
     v1_optimizers: The module of this Keras' classes for the optimizers of
       TensorFlow 1.
+    scaler_class: The LossScaleOptimizer of this Keras.
     scaler_attribute: The attribute that the constructor of a LossScaleOptimizer
       assigns to the optimizer that it wraps.
   """
 
   package: str
   v1_optimizers: Any
+  scaler_class: Any
   scaler_attribute: str
 
   @property
   def keras(self) -> Any:
     return sys.modules[self.package]
-
-  @property
-  @abc.abstractmethod
-  def scaler_class(self) -> type[Any]:
-    """The LossScaleOptimizer of this Keras."""
 
   @abc.abstractmethod
   def start(

@@ -1,4 +1,4 @@
-"""What makes a facade an optimizer of Keras 3."""
+"""Makes our wrapper an optimizer of Keras 3; see `facade.binding`."""
 
 import functools
 from typing import Any, Final
@@ -21,12 +21,8 @@ class Keras3Binding(binding.Binding):
 
   package = "keras"
   v1_optimizers = v1_optimizers
+  scaler_class = keras.optimizers.LossScaleOptimizer
   scaler_attribute = "loss_scale_factor"
-
-  @property
-  def scaler_class(self) -> type[Any]:
-    kind: type[Any] = keras.optimizers.LossScaleOptimizer
-    return kind
 
   def start(
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]

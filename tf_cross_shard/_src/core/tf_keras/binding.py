@@ -1,4 +1,4 @@
-"""What makes a facade an optimizer of tf_keras."""
+"""Makes our wrapper an optimizer of tf_keras; see `facade.binding`."""
 
 import functools
 from typing import Any, Final
@@ -15,12 +15,8 @@ class TfKerasBinding(binding.Binding):
 
   package = "tf_keras"
   v1_optimizers = v1_optimizers
+  scaler_class = tf_keras.mixed_precision.LossScaleOptimizer
   scaler_attribute = "_is_wrapped_by_loss_scale_optimizer"
-
-  @property
-  def scaler_class(self) -> type[Any]:
-    kind: type[Any] = tf_keras.mixed_precision.LossScaleOptimizer
-    return kind
 
   def start(
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]

@@ -41,9 +41,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # Keras' classes whose update costs the same for each element. Muon multiplies
 # matrices, so a wide matrix costs more for each element.
-_LINEAR_COST = {*keras_classes.ELEMENTWISE, *keras_classes.BY_VARIABLE} - {
-  "Muon"
-}
+_LINEAR_COST = {*keras_classes.INDEPENDENT} - {"Muon"}
 
 
 class ByVariableUpdate(sharded.ShardedUpdate):

@@ -150,9 +150,8 @@ class Tables:
     """
     optimizer = self._wrapped.base_optimizer
     has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
-    is_static = self._engine.is_single_program or update_plan.is_compiled(
-      optimizer
-    )
+    is_compiled = update_plan.is_compiled(optimizer)
+    is_static = self._engine.is_single_program or is_compiled
     return has_rows and not is_static
 
   @property
@@ -163,10 +162,7 @@ class Tables:
     your own may have.
     """
     optimizer_class = keras_classes.keras_class(self._wrapped.base_optimizer)
-    is_static = optimizer_class in (
-      *keras_classes.ELEMENTWISE,
-      *keras_classes.BY_VARIABLE,
-    )
+    is_static = optimizer_class in keras_classes.INDEPENDENT
     return self._engine.supports_sparse and (
       is_static or not self._engine.is_single_program
     )

@@ -9,6 +9,8 @@ ELEMENTWISE: Final = (
 )
 # Keras' classes whose update uses whole variables, but one variable at a time.
 BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
+# Both: Keras' classes that update each variable independently of the others.
+INDEPENDENT: Final = (*ELEMENTWISE, *BY_VARIABLE)
 
 
 def keras_class(optimizer: Any) -> str:

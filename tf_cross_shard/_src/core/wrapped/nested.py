@@ -34,6 +34,11 @@ def nested_optimizers(optimizer: Optimizer) -> Iterator[Any]:
     optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
+def is_built(optimizer: Optimizer) -> bool:
+  """Returns whether an optimizer, or one inside it, has its slots."""
+  return any(map(keras_private.is_built, nested_optimizers(optimizer)))
+
+
 def sharded_state(optimizer: Optimizer) -> Any:
   """Returns the `PlainState` of an optimizer or of one inside it, or None."""
   wrappers = filter(None, map(wrapped_lib.find, nested_optimizers(optimizer)))
