@@ -189,3 +189,20 @@ ensure_environment() {
     mv "$_stamp.new" "$_stamp"
   )
 }
+
+# ensure_apart FOLDER STAMP WHAT: makes FOLDER, a virtual environment for what
+# would overwrite files in .venv. The caller's `install_apart PIP...` installs
+# into it. Where that fails, says so, and ends the script with success.
+ensure_apart() {
+  local folder=$1 stamp=$1/installed_$2 what=$3
+  local pip=("$1/bin/python" -m pip --quiet --disable-pip-version-check install)
+  if [[ -e $stamp ]]; then return; fi
+  _say "installing $what into $folder (minutes, once)"
+  rm -rf "$folder"
+  if ! { "${PYTHON:-python3}" -m venv "$folder" && "${pip[@]}" "pip>=24.1" &&
+    install_apart "${pip[@]}" && touch "$stamp"; }; then
+    rm -rf "$folder"
+    _say "$what cannot be installed here: NOT CHECKED"
+    exit 0
+  fi
+}

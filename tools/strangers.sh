@@ -10,6 +10,7 @@
 # of tensorflow-cpu. If they cannot be installed here, this says so and succeeds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/environment.sh
 
 python=.venv-strangers/bin/python
 # The versions of TensorFlow and Keras that the libraries were tested with.
@@ -23,27 +24,11 @@ print(options["install_requires"], extras["strangers"])
 print(*(x for x in extras["test"].split() if x[:4] in ("pyte", "hypo")), sep="\n")
 EOF
 )
-stamp=.venv-strangers/installed_$(cksum <<<"$requirements" | cut -d " " -f 1)
+version=$(cksum <<<"$requirements" | cut -d " " -f 1)
 
-say() { echo "[strangers] $*" >&2; }
+install_apart() { "$@" -r <(echo "$requirements"); }
 
-install() {
-  local pip=("$python" -m pip --quiet --disable-pip-version-check install)
-  "${PYTHON:-python3}" -m venv .venv-strangers || return
-  "${pip[@]}" "pip>=24.1" || return
-  "${pip[@]}" -r <(echo "$requirements") || return
-  touch "$stamp"
-}
-
-if [[ ! -e $stamp ]]; then
-  say "installing the libraries into .venv-strangers (two minutes, once)"
-  rm -rf .venv-strangers
-  if ! install; then
-    rm -rf .venv-strangers
-    say "the libraries cannot be installed here: NOT CHECKED"
-    exit 0
-  fi
-fi
+ensure_apart .venv-strangers "$version" "the libraries"
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 # A library that is installed but cannot be imported fails its tests.
 export STRANGERS_MUST_RUN=1

@@ -7,17 +7,12 @@
 # is no such build (it exists for Linux on x86-64), this says so and succeeds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tools/environment.sh
 version=2.20.0
 python=.venv-tpu/bin/python
-stamp=.venv-tpu/installed_$version
 
-say() { echo "[tpu_lowering] $*" >&2; }
-
-install() {
-  local pip=("$python" -m pip --quiet --disable-pip-version-check install)
-  "${PYTHON:-python3}" -m venv .venv-tpu || return
-  "${pip[@]}" "pip>=24.1" || return
-  "${pip[@]}" --no-deps "tensorflow-tpu==$version" || return
+install_apart() {
+  "$@" --no-deps "tensorflow-tpu==$version" || return
   local requirements
   requirements=$("$python" - <<'EOF'
 from importlib import metadata
@@ -27,18 +22,9 @@ for line in metadata.requires("tensorflow-tpu"):
 print("etils[epath]>=1.9.1")  # This package imports it.
 EOF
   ) || return
-  "${pip[@]}" --no-warn-conflicts -r <(printf '%s\n' "$requirements") || return
-  touch "$stamp"
+  "$@" --no-warn-conflicts -r <(printf '%s\n' "$requirements")
 }
 
-if [[ ! -e $stamp ]]; then
-  say "installing tensorflow-tpu $version into .venv-tpu (once)"
-  rm -rf .venv-tpu
-  if ! install; then
-    rm -rf .venv-tpu
-    say "tensorflow-tpu $version cannot be installed here: NOT CHECKED"
-    exit 0
-  fi
-fi
+ensure_apart .venv-tpu "$version" "tensorflow-tpu $version"
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 PYTHONPATH=. "$python" tools/tpu_lowering.py

@@ -314,9 +314,9 @@ class Variational(Program):
       seed = tf.cast(model.random.next(), "int32")
       with tf.GradientTape() as tape:
         mean, deviation = (tf.convert_to_tensor(k) for k in kernels)
-        normal = tfd.Normal(mean, tf.nn.softplus(deviation))
+        distribution = tfd.Normal(mean, tf.nn.softplus(deviation))
         loss = tfp.vi.monte_carlo_variational_loss(
-          log_prob, tfd.Independent(normal, 2), sample_size=5, seed=seed
+          log_prob, tfd.Independent(distribution, 2), sample_size=5, seed=seed
         )
       grads = tape.gradient(loss, kernels)
       optimizer.apply_gradients(zip(grads, kernels, strict=True))
