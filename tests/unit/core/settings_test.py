@@ -50,6 +50,20 @@ def test_invalid_arguments_raise_an_error(
     CrossShardOptimizer("sgd", **{name: value})
 
 
+def test_at_most_one_clipping_limit() -> None:
+  """Keras would refuse to load the configuration of such an optimizer."""
+  limits = r"At most one .* got \{'clipnorm': 1.0, 'clipvalue': 2.0\}"
+  with pytest.raises(ValueError, match=limits):
+    CrossShardOptimizer("sgd", clipnorm=1.0, clipvalue=2.0)
+  optimizer = CrossShardOptimizer("sgd", clipnorm=1.0)
+  with pytest.raises(ValueError, match=limits):
+    optimizer.clipvalue = 2.0
+  optimizer.clipnorm = None
+  optimizer.clipvalue = 2.0
+  copied = CrossShardOptimizer.from_config(optimizer.get_config())
+  assert (copied.clipnorm, copied.clipvalue) == (None, 2.0)
+
+
 @pytest.mark.parametrize(
   ("spelling", "canonical"),
   [

@@ -116,6 +116,12 @@ class Settings:
       )
     for name in LIMITS:
       _check_limit(name, getattr(self, name))
+    limits = {name: c for name, c in self.limits.items() if c is not None}
+    if len(limits) > 1:
+      raise ValueError(
+        f"At most one of {list(LIMITS)} can be set; got {limits}. Set the"
+        " others to None first."
+      )
     for name, allowed in (
       ("shard_update", ("elementwise", "by_variable")),
       ("lazy_rows", ("elementwise",)),

@@ -49,6 +49,7 @@ def test_wrapper_has_its_own_name_limits_and_attributes(optimizer: Any) -> None:
   for name in ("clipnorm", "clipvalue", "global_clipnorm"):
     setattr(optimizer, name, 2.0)
     assert getattr(optimizer.inner_optimizer, name) is None
+    setattr(optimizer, name, None)
   assert optimizer.name != optimizer.inner_optimizer.name
   optimizer.note = "mine"
   assert optimizer.note == "mine"

@@ -23,11 +23,6 @@ class TfKerasBinding(binding.Binding):
   ) -> adapter.TfKerasAdapter:
     # Do not call Keras' constructor, which creates variables.
     facade.name = name
-    if limits["clipnorm"] and limits["global_clipnorm"]:
-      raise ValueError(
-        "At most one of `clipnorm` and `global_clipnorm` can be set; got"
-        f" {limits}."
-      )
     for argument, limit in limits.items():
       setattr(facade, argument, limit)
     wrapped = adapter.adapter(opt)
