@@ -14,6 +14,9 @@ of them for tracing plain Keras.
     matrices     the part mirrored with Muon, whose update needs whole matrices
     compiled     the parts device and mirrored for optimizers that have no
                  TensorFlow kernel, so that XLA compiles them
+    sizes        one device; for variables of several sizes: Adam's kernel, the
+                 kernels of its parts, and Keras' operations. Add --threads=16
+                 to divide operations among so many threads.
     training     whole training steps of small dense networks
     memory       peak resident memory of a process that does mirrored steps
 
@@ -41,13 +44,15 @@ import timing
 from absl import app, flags
 
 from tf_cross_shard import CrossShardOptimizer
+from tf_cross_shard._src.core.wrapped import adam_parts, kernels
 
 _PARTS = timing.define_choices(
   "parts",
-  ["device", "mirrored", "matrices", "compiled", "training", "memory"],
+  ["device", "mirrored", "matrices", "compiled", "sizes", "training", "memory"],
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 15, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
+_THREADS = flags.DEFINE_integer("threads", None, "Threads of an operation.", 1)
 _JSON = flags.DEFINE_string("json", None, "File to write the results to.")
 _PEAK_OF = flags.DEFINE_string("peak_of", None, "Used internally.")
 _PICTURE = flags.DEFINE_string("picture", None, "File to draw to.")
@@ -66,6 +71,7 @@ MODELS = {
   "50 variables, 12 M": [[1000, 240]] * 50,
   "300 variables, 7 M": [[200, 117]] * 300,
 }
+_SIZES = [8 << i for i in range(0, 18, 2)]  # Elements of a variable.
 _NETWORKS = (3, 64), (7, 64), (21, 64), (7, 256), (21, 256)  # layers, width
 # So small that weights stay finite, however often a step is repeated.
 _RATE = 1e-7
@@ -181,6 +187,48 @@ def make_stream(terms: Sequence[tf.Tensor]) -> Callable[[], Any]:
       )
 
   return tf.function(stream, autograph=False)
+
+
+def make_adam(how: str, size: int, count: int) -> Callable[[], Any]:
+  """Returns a step of Adam for `count` variables of `size` elements.
+
+  `how` is "Keras", "kernel" or "parts".
+  """
+  optimizer = tf.keras.optimizers.Adam(_RATE)
+  weights = make_variables([[size]] * count)
+  optimizer.build(weights)
+  grads = [tf.random.normal([size]) for _ in weights]
+  kernel = kernels.KERNELS["Adam"]
+
+  def step() -> None:
+    if how == "Keras":
+      optimizer.apply(grads, weights)
+      return
+    numbers = dict.fromkeys(("beta1_power", "beta2_power"), tf.constant(0.5))
+    for name, value in kernel.arguments(optimizer, _RATE).items():
+      numbers[name] = tf.constant(value)
+    parts = adam_parts.numbers(optimizer, numbers)
+    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+      slots = {
+        name: getattr(optimizer, attribute)[i].value
+        for name, attribute in kernel.slots.items()
+      }
+      if how == "parts":
+        adam_parts.apply(weight.value, slots, grad, parts)
+      else:
+        kernels.apply(kernel, weight.value, slots, grad, numbers)
+
+  return tf.function(step, autograph=False)
+
+
+def measure_sizes() -> None:
+  """Measures how Adam's update of a variable depends on its size."""
+  for size in _SIZES:
+    count = min(max(400_000 // size, 1), 100)
+    ways = "Keras", "kernel", "parts"
+    steps = {how: make_adam(how, size, count) for how in ways}
+    taken = timing.interleave(steps, _ROUNDS.value)
+    timing.show(timing.compare(f"{count} x {size}", taken, ["Keras"]))
 
 
 def make_mirrored(
@@ -325,6 +373,8 @@ def main(argv: Sequence[str]) -> None:
   """Measures all parts, prints tables, and writes and draws the results."""
   if len(argv) > 1:
     raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+  if _THREADS.value:
+    tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
   strategy = timing.mirrored(_REPLICAS.value)
   if _PEAK_OF.value:
     print(peak_megabytes(strategy, _PEAK_OF.value))
@@ -344,6 +394,8 @@ def main(argv: Sequence[str]) -> None:
     for kind in ("Nadam", "Adagrad", "Lion", "RMSprop", "amsgrad"):
       rows += measure_device(f"{kind}, {name}", shapes, kind)
       rows += measure_mirrored(strategy, f"{kind}, {name}", shapes, kind)
+  if "sizes" in _PARTS.value:
+    measure_sizes()
   if "training" in _PARTS.value:
     for network in _NETWORKS:
       rows += measure_training(strategy, *network)

@@ -11,8 +11,6 @@ other; a ratio is the median [quartiles] over the rounds. About forty minutes on
 two busy cores.
 
     device     one device
-    kernel     one device; Adam's kernel for variables of all sizes, against
-               Keras' operations, both with our optimizer
     mirrored   MirroredStrategy on four logical CPUs, which share each batch
     models     four models: four groups of one `fit` on four logical CPUs,
                against four calls of `fit` of plain Keras, one after the other
@@ -46,9 +44,7 @@ DENSE = {  # The width of the input, then those of the layers.
 NETWORKS = [*DENSE, "small CNN", "transformer"]
 layers = tf.keras.layers
 
-_PARTS = timing.define_choices(
-  "parts", ["device", "kernel", "mirrored", "models"]
-)
+_PARTS = timing.define_choices("parts", ["device", "mirrored", "models"])
 _NETWORKS = timing.define_choices("networks", NETWORKS)
 _ROWS = flags.DEFINE_integer("batch_size", 64, "Examples in a step.", 1)
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Timings of each case.", 1)
@@ -112,11 +108,6 @@ def main(_: Sequence[str]) -> None:
     if part == "models":
       plain = [make_trainer(name, rows, lambda adam: adam) for _ in range(4)]
       ours = make_trainer(name, 4 * rows, grouped, strategy)
-    elif part == "kernel":
-      fused = functools.partial(CrossShardOptimizer, fused_update=True)
-      unfused = functools.partial(CrossShardOptimizer, fused_update=False)
-      plain = [make_trainer(name, rows, unfused)]
-      ours = make_trainer(name, rows, fused)
     else:
       on = None if part == "device" else strategy
       plain = [make_trainer(name, rows, lambda adam: adam, on)]
@@ -124,9 +115,8 @@ def main(_: Sequence[str]) -> None:
     rounds = range(1 + _ROUNDS.value)  # The first one traces.
     taken = [(sum(train() for train in plain), ours()) for _ in rounds]
     keras_times, our_times = np.transpose(taken[1:])
-    baseline = "Keras' operations" if part == "kernel" else "plain Keras"
-    times = {baseline: keras_times, "ours": our_times}
-    timing.show(timing.compare(f"{part}: {name}", times, [baseline]))
+    times = {"plain Keras": keras_times, "ours": our_times}
+    timing.show(timing.compare(f"{part}: {name}", times, ["plain Keras"]))
 
 
 if __name__ == "__main__":

@@ -317,9 +317,10 @@ class CrossShardOptimizer(facade.Facade):
 
       - `path`, `shape`, `dtype`: the variable.
       - `updated_by`: TensorFlow's kernel, such as `"ResourceApplyAdam"`;
-        `"XLA"` or `"Keras"` for Keras' operations, compiled or not; `"rows"`
-        for Keras' operations on the rows in the batch.
-      - `reason`: why no kernel updates the variable.
+        `"Adam in parts"` for three smaller kernels; `"XLA"` or `"Keras"` for
+        Keras' operations, compiled or not; `"rows"` for Keras' operations on
+        the rows in the batch.
+      - `reason`: why it is not the optimizer's kernel.
       - `elements`: how many elements each member of a group updates.
       - `owner`: the member that updates the whole variable, with
         `shard_update="by_variable"`; otherwise None.

@@ -13,7 +13,6 @@ import tf_keras
 from tests.support import oracle, testbed
 from tf_cross_shard import keras3
 from tf_cross_shard import tf_keras as ours_tf_keras
-from tf_cross_shard._src.core.wrapped import update_plan
 
 KERASES = {"keras": (keras, keras3), "tf_keras": (tf_keras, ours_tf_keras)}
 STEPS = 200
@@ -362,34 +361,63 @@ def test_compiled_by_xla() -> None:
     assert np.abs(states[-1] - first_weight(keras, "float32")).max() > 1e-5
 
 
-@pytest.mark.parametrize(
-  ("options", "size", "count", "has_kernel"),
-  [
-    ({}, 256, 1, True),
-    ({}, 4096, 1, False),
-    ({}, 31_250, 31, False),
-    ({}, 31_250, 32, True),
-    ({}, 40_000, 1, True),
-    ({"fused_update": True}, 4096, 1, True),
-  ],
-)
-def test_keras_updates_where_adams_kernel_is_slower(
-  options: dict[str, Any], size: int, count: int, has_kernel: bool
-) -> None:
-  """Eager calls, which have a cost for each operation, use the kernel."""
-  weights = [keras.Variable(np.ones(size, "f")) for _ in range(count)]
-  optimizer = keras3.CrossShardOptimizer(keras.optimizers.Adam(), **options)
+def _take_steps(
+  optimizer: Any, weights: list[Any], grads: list[list[oracle.Numbers]]
+) -> tuple[dict[int, list[oracle.Numbers]], set[str]]:
+  """Returns weights and slots by their size, and the kernels of a step."""
   optimizer.build(weights)
 
   @tf.function(autograph=False)
-  def step() -> None:
-    optimizer.apply_gradients([(tf.ones(size), weight) for weight in weights])
+  def step(*grads: tf.Tensor) -> None:
+    optimizer.apply_gradients(list(zip(grads, weights, strict=True)))
 
-  assert kernels_in(step) == ({"Adam"} if has_kernel else set())
-  for row in optimizer.describe().rows():
-    assert (row["updated_by"] == "ResourceApplyAdam") is has_kernel
-    assert ("slower" in row["reason"]) is not has_kernel
-  plan = update_plan.plan(
-    optimizer.inner_optimizer, None, False, in_function=False
+  for row in grads:
+    step(*map(tf.constant, row))
+  values = [v.numpy() for v in (*weights, *optimizer.variables)]
+  by_size = {
+    w.shape[0]: [v for v in values if v.shape == w.shape] for w in weights
+  }
+  return by_size, kernels_in(step, *map(tf.constant, grads[0]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("which", KERASES)
+def test_adam_in_parts_equals_keras_to_the_bit(which: str, dtype: str) -> None:
+  """In functions, the parts update variables of 65 to 65,535 elements."""
+  library, package = KERASES[which]
+  kind = getattr(library, "Variable", tf.Variable)
+  sizes = 64, 65, 4096, 65_535, 65_536
+  rng, found = np.random.default_rng(1), []
+  grads = [[rng.normal(size=n).astype(dtype) for n in sizes] for _ in range(9)]
+  for is_fused in (False, None):
+    weights = [kind(np.linspace(-1, 1, n), dtype=dtype) for n in sizes]
+    optimizer = package.CrossShardOptimizer(
+      plain("AdamW", library), fused_update=is_fused
+    )
+    found.append(_take_steps(optimizer, weights, grads))
+  (expected, _), (values, used) = found
+  assert used == {"Adam", "GradientDescent", "AdagradV2"}
+  for size, row in zip(sizes, optimizer.describe().rows(), strict=True):
+    is_in_parts = size not in (64, 65_536)
+    name = "Adam in parts" if is_in_parts else "ResourceApplyAdam"
+    assert row["updated_by"] == name
+    assert ("slower" in row["reason"]) is is_in_parts
+    assert len(values[size]) == 3
+    bound = 0 if is_in_parts else 1e-5
+    for one, other in zip(values[size], expected[size], strict=True):
+      np.testing.assert_allclose(one, other, rtol=0, atol=bound)
+      assert np.ptp(one) > 1e-4
+
+
+def test_eager_calls_use_adams_kernel_for_every_size(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """An eager call has a cost for each operation."""
+  done: list[int] = []
+  monkeypatch.setattr(
+    tf.raw_ops, "ResourceApplyAdam", lambda **given: done.append(given["grad"])
   )
-  assert plan.has_kernel(weights[0].value)
+  weight = keras.Variable(np.ones(4096, "f"))
+  optimizer = keras3.CrossShardOptimizer(keras.optimizers.Adam())
+  optimizer.apply_gradients([(tf.ones(4096), weight)])
+  assert len(done) == 1

@@ -36,6 +36,7 @@ from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.wrapped import (
+  adam_parts,
   keras_private,
   kernels,
   overriding,
@@ -114,7 +115,7 @@ def _compile_dense(
 class _UpdateStep:
   """What replaces `update_step` of the optimizer during one step.
 
-  A kernel's scalars are computed once for all variables of a dtype.
+  The scalars are computed once for all variables of a dtype.
   """
 
   def __init__(
@@ -130,8 +131,8 @@ class _UpdateStep:
     self._index = index
     self._row_step = row_step
     self._plain = plain
-    # The kernel's scalar arguments, by dtype and graph.
-    self._scalars: dict[Any, dict[str, Any]] = {}
+    # The scalars of the kernel and of its parts, by dtype and graph.
+    self._scalars: dict[Any, Any] = {}
 
   def update(self, gradient: Any, variable: Any, *rate: Any) -> None:
     """Updates a variable and its slots.
@@ -156,22 +157,36 @@ class _UpdateStep:
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
       for slot, attribute in kernel.slots.items()
     }
-    arguments = self._arguments(kernel, kernels.dtype_of(native), *rate)
-    kernels.apply(kernel, native, slots, gradient, arguments)
+    dtype = kernels.dtype_of(native)
+    arguments = self._once(
+      (kernel.name, dtype), lambda: self._arguments(kernel, dtype, *rate)
+    )
+    if self._plan.is_in_parts(native):
+      numbers = self._once(
+        ("parts", dtype),
+        lambda: adam_parts.numbers(self._optimizer, arguments),
+      )
+      adam_parts.apply(native, slots, gradient, numbers)
+    else:
+      kernels.apply(kernel, native, slots, gradient, arguments)
+
+  def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Returns what `make` returned for this key in the current graph."""
+    # A tensor belongs to one graph, and each branch of a condition is a graph.
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    key = (*key, graph)
+    if key not in self._scalars:
+      self._scalars[key] = make()
+    return self._scalars[key]
 
   def _arguments(
     self, kernel: kernels.Kernel, dtype: tf.DType, rate: Any = None
   ) -> dict[str, Any]:
     """Returns the kernel's scalar arguments."""
-    # A tensor belongs to one graph, and each branch of a condition is a graph.
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    key = dtype, graph
-    if key not in self._scalars:
-      # The learning rate alpha.
-      rate = self._optimizer.learning_rate if rate is None else rate
-      rate = tf.cast(tf.convert_to_tensor(rate), dtype)
-      self._scalars[key] = _scalars(kernel, self._optimizer, rate)
-    return self._scalars[key]
+    # The learning rate alpha.
+    rate = self._optimizer.learning_rate if rate is None else rate
+    rate = tf.cast(tf.convert_to_tensor(rate), dtype)
+    return _scalars(kernel, self._optimizer, rate)
 
 
 def _scalars(

@@ -1,9 +1,9 @@
 """Chooses how a step updates each variable: a kernel, XLA or Keras' operations.
 
-The rule: TensorFlow's kernel where there is one, except where it is slower;
-Keras' operations where there is none. XLA compiles Keras' operations with
-`fused_update=True`, and by itself for many elements of the classes below or of
-vectorized replicas.
+The rule: TensorFlow's kernel where there is one, or kernels of its parts where
+these are faster; Keras' operations where there is none. XLA compiles Keras'
+operations with `fused_update=True`, and by itself for many elements of the
+classes below or of vectorized replicas.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core.wrapped import (
+  adam_parts,
   keras_classes,
   keras_private,
   kernels,
@@ -58,14 +59,6 @@ _FASTER_COMPILED: Final = (
 # The smallest number of elements for which XLA is faster. From about here on,
 # variables and slots do not stay in the processor's cache.
 _MANY_ELEMENTS: Final = 1_000_000
-
-# The numbers of elements for which Adam's kernel is slower than Keras'
-# operations on CPUs: it wakes threads for 512 elements already. A whole step of
-# `fit` takes 1.10 to 1.14 times as long with it, in networks of 3 to 21 layers
-# of such sizes (`benchmarks/whole_step.py --parts=kernel`). It is faster at all
-# sizes in eager calls, where it replaces up to 20 operations, and if there are
-# many elements in all: the kernel reads them once.
-_SLOW: Final = {"Adam": range(400, 32_768)}
 
 
 def find_kernel(optimizer: Any) -> kernels.Kernel | None:
@@ -129,9 +122,10 @@ class UpdateMethod(NamedTuple):
   """How a step updates one variable.
 
   Attributes:
-    name: The kernel's operation, such as "ResourceApplyAdam"; "XLA" or "Keras"
-      for Keras' operations, compiled or not.
-    reason: Why no kernel updates the variable; "" for a kernel.
+    name: The kernel's operation, such as "ResourceApplyAdam"; "Adam in parts"
+      for kernels of its parts; "XLA" or "Keras" for Keras' operations, compiled
+      or not.
+    reason: Why not the kernel; "" for the kernel.
   """
 
   name: str
@@ -146,8 +140,9 @@ class Plan:
     kernel: The kernel for dense gradients; None if no variable has a kernel.
     may_compile: Whether XLA may compile the updates of dense gradients.
     copies: The number of replicas whose variables are updated together.
-    ignores_size: Whether the kernel or XLA does updates of any number of
-      elements, on any device.
+    in_function: Whether the step runs inside a `tf.function`.
+    ignores_size: Whether XLA does updates of any number of elements, on any
+      device.
     reason: Why `kernel` is None.
     applies_to_sparse: Whether `reason` also applies to row-sparse gradients.
     sums_rows: Whether the kernel also updates variables with a row-sparse
@@ -161,6 +156,7 @@ class Plan:
   kernel: kernels.Kernel | None = None
   may_compile: bool = False
   copies: int = 1
+  in_function: bool = True
   ignores_size: bool = False
   reason: str = ""
   applies_to_sparse: bool = False
@@ -168,16 +164,22 @@ class Plan:
   fallback: str = "Keras"
 
   def has_kernel(self, variable: Any) -> bool:
-    """Returns whether the kernel updates a variable with a dense gradient."""
-    has_dtype = kernels.dtype_of(variable) in _DTYPES
-    return self.kernel is not None and has_dtype and not self._is_slow(variable)
+    """Returns whether the kernel updates a variable with a dense gradient.
 
-  def _is_slow(self, variable: Any) -> bool:
-    """Returns whether Keras' operations are faster than the kernel."""
+    The kernel itself, or kernels of its parts.
+    """
+    return self.kernel is not None and kernels.dtype_of(variable) in _DTYPES
+
+  def is_in_parts(self, variable: Any) -> bool:
+    """Returns whether kernels of its parts are faster than the kernel.
+
+    An eager call has a cost for each operation, and its kernel does all at
+    once. On GPUs, the kernel is one launch.
+    """
     return (
-      self.kernel is not None
-      and not self.ignores_size
-      and math.prod(variable.shape) in _SLOW.get(self.kernel.name, ())
+      self.kernel is kernels.KERNELS["Adam"]
+      and self.in_function
+      and math.prod(variable.shape) in adam_parts.SIZES
       and "CPU" in variable.device
     )
 
@@ -211,9 +213,9 @@ class Plan:
       return UpdateMethod(
         "XLA", "the copies of all replicas are updated together"
       )
-    if self._is_slow(variable):
+    if self.is_in_parts(variable):
       return UpdateMethod(
-        self.fallback, "the kernel is slower for so few elements"
+        "Adam in parts", "ResourceApplyAdam is slower for so few elements"
       )
     if self.kernel is not None:
       return UpdateMethod(self.kernel.operation)
@@ -232,13 +234,6 @@ class Plan:
     if elements < _MANY_ELEMENTS:
       return "; no XLA, because there are fewer than a million elements"
     return ""
-
-
-def _has_many_elements(optimizer: Any, kernel: kernels.Kernel) -> bool:
-  """Returns whether the kernel is faster because there are so many elements."""
-  attribute = next(iter(kernel.slots.values()), "")
-  slots = getattr(optimizer, attribute, ())
-  return sum(math.prod(v.shape) for v in slots) >= _MANY_ELEMENTS
 
 
 def plan(
@@ -281,10 +276,7 @@ def plan(
     copies = single_program.num_copies(strategy)
     return Plan(kernel, may_compile=True, copies=copies)
   if kernel is not None:
-    ignores_size = (
-      bool(wanted) or not in_function or _has_many_elements(optimizer, kernel)
-    )
-    return Plan(kernel, ignores_size=ignores_size, sums_rows=bool(wanted))
+    return Plan(kernel, in_function=in_function, sums_rows=bool(wanted))
   is_faster = keras_classes.keras_class(optimizer) in _FASTER_COMPILED and (
     "update_step" not in vars(optimizer)
   )
