@@ -4,10 +4,12 @@
     python tools/preemptions.py --kills=20 --seed=1 --workers=2
     python tools/preemptions.py --kills=20 --seed=1 --programs=rows,shards
     python tools/preemptions.py --kills=20 --seed=1 --faults
+    python tools/preemptions.py --kills=0 --fits=64 --seed=1 --workers=2
 
 Each `fit` is of a random program of `preemption_programs.py`. The program is
 started, killed and started again until its `fit` is complete, and the next
-`fit` begins, until `--kills` processes were killed. The signals are SIGTERM,
+`fit` begins, until `--kills` processes were killed and `--fits` began; with
+`--kills=0`, nothing disturbs a `fit`. The signals are SIGTERM,
 SIGKILL and SIGSTOP, and each goes to one worker. A process that got SIGSTOP
 continues after at most three seconds, and gets another signal. About a quarter
 of the signals come at a random time after the start, the others at a random
@@ -317,6 +319,7 @@ def main() -> int:
   )
   for name, default, words in (
     ("--kills", 20, "how many processes to kill"),
+    ("--fits", 0, "how many fits to start at least"),
     ("--seed", 0, "seed of the moments and signals"),
     ("--workers", 1, "processes that train together"),
   ):
@@ -333,7 +336,7 @@ def main() -> int:
   home = pathlib.Path(tempfile.mkdtemp(prefix="preemptions"))
   results = Results(given, home)
   try:
-    while results.kills < given.kills:
+    while results.kills < given.kills or results.fits < given.fits:
       results.fit()
   finally:  # Ctrl-C prints the results so far.
     results.show()

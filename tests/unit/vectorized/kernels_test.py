@@ -1,4 +1,4 @@
-"""Optimizer kernels whose numbers differ between replicas."""
+"""Optimizer kernels, with numbers that are equal or differ between replicas."""
 
 import inspect
 from typing import Any
@@ -38,9 +38,10 @@ def _number(name: str, replica: int) -> float:
 
 
 @pytest.mark.parametrize("name", kernels.KERNELS)
-@pytest.mark.parametrize("in_branch", [False, True])
-def test_as_the_kernel_on_each_replica(name: str, in_branch: bool) -> None:
+@pytest.mark.parametrize("case", ["equal", "different", "in a branch"])
+def test_as_the_kernel_on_each_replica(name: str, case: str) -> None:
   """Compares with N calls of the kernel. In a branch, replica 1 is left out."""
+  in_branch = case == "in a branch"
   kernel = kernels.KERNELS[name]
   operation = getattr(tf.raw_ops, kernel.operation)
   arguments = set(inspect.signature(operation).parameters)
@@ -52,6 +53,9 @@ def test_as_the_kernel_on_each_replica(name: str, in_branch: bool) -> None:
   if "ms" in initial:  # Its mean square is larger than the square of its mean.
     initial["ms"] += 3.0
   grads = rng.normal(size=(N, SIZE)).astype("float32")
+
+  def number_of(argument: str, replica: int) -> float:
+    return _number(argument, 0 if case == "equal" else replica)
 
   def call(variables: dict[str, Any], grad: Any, number: Any) -> None:
     given = {n: v.handle for n, v in variables.items()}
@@ -67,7 +71,7 @@ def test_as_the_kernel_on_each_replica(name: str, in_branch: bool) -> None:
 
   def replica_fn(grad: tf.Tensor, replica: tf.Tensor) -> None:
     def number(argument: str) -> tf.Tensor:
-      values = [_number(argument, i) for i in range(N)]
+      values = [number_of(argument, i) for i in range(N)]
       if len(set(values)) == 1:
         return tf.constant(values[0])
       return tf.constant(values)[replica]
@@ -88,7 +92,7 @@ def test_as_the_kernel_on_each_replica(name: str, in_branch: bool) -> None:
   for i in range(N):
     plain = {n: tf.Variable(value) for n, value in initial.items()}
     if not in_branch or i != 1:
-      call(plain, grads[i], lambda n, i=i: tf.constant(_number(n, i)))
+      call(plain, grads[i], lambda n, i=i: tf.constant(number_of(n, i)))
     for n, variable in plain.items():
       copy = testbed.copies(variables[n])[i]
       np.testing.assert_allclose(copy, variable, rtol=1e-5, atol=1e-6)
