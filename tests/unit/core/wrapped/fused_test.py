@@ -363,8 +363,8 @@ def test_compiled_by_xla() -> None:
 
 def _take_steps(
   optimizer: Any, weights: list[Any], grads: list[list[oracle.Numbers]]
-) -> tuple[dict[int, list[oracle.Numbers]], set[str]]:
-  """Returns weights and slots by their size, and the kernels of a step."""
+) -> tuple[list[list[oracle.Numbers]], set[str]]:
+  """Returns each weight with its slots, and the kernels of a step."""
   optimizer.build(weights)
 
   @tf.function(autograph=False)
@@ -374,39 +374,61 @@ def _take_steps(
   for row in grads:
     step(*map(tf.constant, row))
   values = [v.numpy() for v in (*weights, *optimizer.variables)]
-  by_size = {
-    w.shape[0]: [v for v in values if v.shape == w.shape] for w in weights
-  }
-  return by_size, kernels_in(step, *map(tf.constant, grads[0]))
+  return [
+    [v for v in values if (v.shape, v.dtype) == (w.shape, w.dtype)]
+    for w in values[: len(weights)]
+  ], kernels_in(step, *map(tf.constant, grads[0]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("which", KERASES)
-def test_adam_in_parts_equals_keras_to_the_bit(which: str, dtype: str) -> None:
+def test_adam_in_parts_equals_keras_to_the_bit(which: str) -> None:
   """In functions, the parts update variables of 65 to 65,535 elements."""
   library, package = KERASES[which]
   kind = getattr(library, "Variable", tf.Variable)
-  sizes = 64, 65, 4096, 65_535, 65_536
+  cases = [
+    (size, dtype)
+    for size in (64, 65, 4096, 65_535, 65_536)
+    for dtype in ("float32", "float64")
+  ]
   rng, found = np.random.default_rng(1), []
-  grads = [[rng.normal(size=n).astype(dtype) for n in sizes] for _ in range(9)]
+  grads = [[rng.normal(size=n).astype(d) for n, d in cases] for _ in range(9)]
   for is_fused in (False, None):
-    weights = [kind(np.linspace(-1, 1, n), dtype=dtype) for n in sizes]
+    weights = [kind(np.linspace(-1, 1, n), dtype=d) for n, d in cases]
     optimizer = package.CrossShardOptimizer(
       plain("AdamW", library), fused_update=is_fused
     )
     found.append(_take_steps(optimizer, weights, grads))
   (expected, _), (values, used) = found
   assert used == {"Adam", "GradientDescent", "AdagradV2"}
-  for size, row in zip(sizes, optimizer.describe().rows(), strict=True):
+  rows = optimizer.describe().rows()
+  for (size, _), row, ones, others in zip(
+    cases, rows, values, expected, strict=True
+  ):
     is_in_parts = size not in (64, 65_536)
     name = "Adam in parts" if is_in_parts else "ResourceApplyAdam"
     assert row["updated_by"] == name
-    assert ("slower" in row["reason"]) is is_in_parts
-    assert len(values[size]) == 3
-    bound = 0 if is_in_parts else 1e-5
-    for one, other in zip(values[size], expected[size], strict=True):
+    assert ("among threads" in row["reason"]) is is_in_parts
+    assert len(ones) == 3
+    for one, other in zip(ones, others, strict=True):
+      bound = 0 if is_in_parts else 1e-5
       np.testing.assert_allclose(one, other, rtol=0, atol=bound)
       assert np.ptp(one) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_adam_in_parts_with_betas_of_another_dtype(dtype: str) -> None:
+  other = {"float32": tf.float64, "float64": tf.float32}[dtype]
+  results = []
+  for size in (3, 100):  # The kernel, and its parts.
+    weight = keras.Variable(np.ones(size), dtype=dtype)
+    adam = keras.optimizers.Adam(
+      0.1, beta_1=tf.constant(0.5, other), beta_2=tf.constant(0.75, other)
+    )
+    optimizer = keras3.CrossShardOptimizer(adam)
+    _take_steps(optimizer, [weight], [[np.ones(size, dtype)]] * 2)
+    results.append(weight.numpy()[:3])
+  np.testing.assert_allclose(*results, rtol=0, atol=1e-6)
+  assert (results[0] < 0.9).all()
 
 
 def test_eager_calls_use_adams_kernel_for_every_size(

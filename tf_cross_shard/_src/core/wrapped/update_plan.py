@@ -171,7 +171,7 @@ class Plan:
     return self.kernel is not None and kernels.dtype_of(variable) in _DTYPES
 
   def is_in_parts(self, variable: Any) -> bool:
-    """Returns whether kernels of its parts are faster than the kernel.
+    """Returns whether kernels of its parts replace the kernel.
 
     An eager call has a cost for each operation, and its kernel does all at
     once. On GPUs, the kernel is one launch.
@@ -215,7 +215,7 @@ class Plan:
       )
     if self.is_in_parts(variable):
       return UpdateMethod(
-        "Adam in parts", "ResourceApplyAdam is slower for so few elements"
+        "Adam in parts", "the kernel would divide so few elements among threads"
       )
     if self.kernel is not None:
       return UpdateMethod(self.kernel.operation)
