@@ -35,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ import timing
 from absl import app, flags
 
 from tf_cross_shard import CrossShardOptimizer
-from tf_cross_shard._src.core.wrapped import adam_parts, kernels
+from tf_cross_shard._src.core.wrapped import adam_parts
 
 _PARTS = timing.define_choices(
   "parts",
@@ -190,45 +191,30 @@ def make_stream(terms: Sequence[tf.Tensor]) -> Callable[[], Any]:
 
 
 def make_adam(how: str, size: int, count: int) -> Callable[[], Any]:
-  """Returns a step of Adam for `count` variables of `size` elements.
+  """Returns a traced step of Adam for `count` variables of `size` elements.
 
-  `how` is "Keras", "kernel" or "parts".
+  `how` is plain Keras, "kernel" or "parts".
   """
-  optimizer = tf.keras.optimizers.Adam(_RATE)
-  weights = make_variables([[size]] * count)
+  weights, optimizer = make_variables([[size]] * count), make_optimizer(how)
   optimizer.build(weights)
   grads = [tf.random.normal([size]) for _ in weights]
-  kernel = kernels.KERNELS["Adam"]
-
-  def step() -> None:
-    if how == "Keras":
-      optimizer.apply(grads, weights)
-      return
-    numbers = dict.fromkeys(("beta1_power", "beta2_power"), tf.constant(0.5))
-    for name, value in kernel.arguments(optimizer, _RATE).items():
-      numbers[name] = tf.constant(value)
-    parts = adam_parts.numbers(optimizer, numbers)
-    for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-      slots = {
-        name: getattr(optimizer, attribute)[i].value
-        for name, attribute in kernel.slots.items()
-      }
-      if how == "parts":
-        adam_parts.apply(weight.value, slots, grad, parts)
-      else:
-        kernels.apply(kernel, weight.value, slots, grad, numbers)
-
-  return tf.function(step, autograph=False)
+  step = tf.function(
+    functools.partial(optimizer.apply, grads, weights), autograph=False
+  )
+  sizes = range(size + 1) if how == "parts" else range(0)
+  with unittest.mock.patch.object(adam_parts, "SIZES", sizes):
+    step()
+  return step
 
 
 def measure_sizes() -> None:
   """Measures how Adam's update of a variable depends on its size."""
   for size in _SIZES:
     count = min(max(400_000 // size, 1), 100)
-    ways = "Keras", "kernel", "parts"
+    ways = KERAS, "kernel", "parts"
     steps = {how: make_adam(how, size, count) for how in ways}
     taken = timing.interleave(steps, _ROUNDS.value)
-    timing.show(timing.compare(f"{count} x {size}", taken, ["Keras"]))
+    timing.show(timing.compare(f"{count} x {size}", taken, [KERAS]))
 
 
 def make_mirrored(

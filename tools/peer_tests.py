@@ -83,9 +83,10 @@ def main() -> int:
 
 
 def _copy(source: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
-  """Copies the tests, with imports as in tf_keras' wheel; returns their paths.
+  """Copies tf_keras' tests into a folder, and returns the paths of the copies.
 
-  The wheel keeps everything in tf_keras.src, and so do its own imports.
+  The copies import from `tf_keras.src`, where the installed package has its
+  modules.
   """
   found = []
   for file in sorted(source.rglob("*.py")):

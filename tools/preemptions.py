@@ -8,12 +8,12 @@
 
 Each `fit` is of a random program of `preemption_programs.py`. The program is
 started, killed and started again until its `fit` is complete, and the next
-`fit` begins, until `--kills` processes were killed and `--fits` began; with
-`--kills=0`, nothing disturbs a `fit`. The signals are SIGTERM,
-SIGKILL and SIGSTOP, and each goes to one worker. A process that got SIGSTOP
-continues after at most three seconds, and gets another signal. About a quarter
-of the signals come at a random time after the start, the others at a random
-batch of those that are left.
+`fit` begins, until `--kills` processes were killed and `--fits` fits began.
+With `--kills=0`, nothing disturbs a `fit`. The signals are SIGTERM, SIGKILL and
+SIGSTOP, and each goes to one worker. A process that got SIGSTOP continues after
+at most three seconds, and gets another signal. About a quarter of the signals
+come at a random time after the start, the others at a random batch of those
+that are left.
 
 With `--faults`, half of the signals are replaced by faults of the storage that
 holds the backups: a small disk, which root can mount, is full or read-only, or

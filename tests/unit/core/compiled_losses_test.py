@@ -33,7 +33,7 @@ def one_number(y: Any, prediction: Any) -> Any:
 
 
 def _losses(library: Any) -> dict[str, Any]:
-  """Returns arguments of `compile` for a model that has one output per loss."""
+  """Returns the arguments of `compile`: a loss for each output of the model."""
   error = library.losses.MeanSquaredError
   losses = [error(), error(reduction="sum"), one_number]
   return {"loss": losses, "loss_weights": [0.5, 2.0, 4.0]}

@@ -432,7 +432,7 @@ def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_settings() -> None:
-  """Wrong settings are an error, and no trial of the study keeps running."""
+  """Wrong settings raise an error, and leave no trial in the state RUNNING."""
   returned: list[Any] = [None]
   search = callbacks.OptunaSearch(
     make_study([]), lambda _: returned[0], trials=4, epochs=2

@@ -127,7 +127,7 @@ class CrossShardOptimizer(facade.Facade):
         cannot be known. In a loop of your own, `check_loss` finds it out.
       clipnorm: Each replica clips its gradient of each variable to this norm,
         before gradients are summed. None or 0 does not clip. `clipnorm` of
-        `opt` clips after the sum.
+        `opt` clips after the sum. Set at most one of the three limits.
       global_clipnorm: Like `clipnorm`, for the norm of all gradients together.
       clipvalue: Like `clipnorm`, for the absolute value of each element.
       wire_dtype: `"bfloat16"` or `"float16"`. Gradients of wider dtypes are

@@ -214,7 +214,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return self._change("assign_add", delta, *args, **kwargs)
 
   def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
-    """Subtracts from this replica's copy; works like `assign_add`."""
+    """Subtracts from this replica's copy, or from all if called on the host."""
     return self._change("assign_sub", delta, *args, **kwargs)
 
   def _change(

@@ -435,7 +435,7 @@ def test_eager_calls_use_adams_kernel_for_every_size(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   """An eager call has a cost for each operation."""
-  done: list[int] = []
+  done: list[Any] = []
   monkeypatch.setattr(
     tf.raw_ops, "ResourceApplyAdam", lambda **given: done.append(given["grad"])
   )

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import kernels
 
@@ -31,10 +32,10 @@ SIZES: Final = range(65, 65_536)
 
 
 class Numbers(NamedTuple):
-  """The scalars of a step: `1 - beta_1`, `1 - beta_2`, alpha_t, epsilon."""
+  """The numbers in the formula above; scalars in the dtype of the variable."""
 
-  rest_1: tf.Tensor
-  rest_2: tf.Tensor
+  one_minus_beta_1: tf.Tensor
+  one_minus_beta_2: tf.Tensor
   alpha: tf.Tensor
   epsilon: tf.Tensor
 
@@ -42,22 +43,20 @@ class Numbers(NamedTuple):
 def numbers(
   optimizer: Optimizer, arguments: Mapping[str, tf.Tensor]
 ) -> Numbers:
-  """Returns the scalars of a step, given the arguments of Adam's kernel."""
+  """Returns the numbers of a step, given the arguments of Adam's kernel."""
+
+  def rest(beta: Any) -> tf.Tensor:
+    # In double precision, as in Keras: in float32, 1 - 0.999 is 0.00099998713.
+    number = row_sparse.in_dtype(1 - beta, alpha.dtype)
+    return tf.convert_to_tensor(number, alpha.dtype)
+
   alpha = arguments["lr"] * tf.sqrt(1 - arguments["beta2_power"])
   return Numbers(
-    # In double precision, as in Keras: in float32, 1 - 0.999 is 0.00099998713.
-    rest_1=_as_tensor(1 - optimizer.beta_1, alpha.dtype),
-    rest_2=_as_tensor(1 - optimizer.beta_2, alpha.dtype),
+    one_minus_beta_1=rest(optimizer.beta_1),
+    one_minus_beta_2=rest(optimizer.beta_2),
     alpha=alpha / (1 - arguments["beta1_power"]),
     epsilon=arguments["epsilon"],
   )
-
-
-def _as_tensor(value: Any, dtype: tf.DType) -> tf.Tensor:
-  # `tf.cast` would round a Python number to float32 first.
-  if tf.is_tensor(value):
-    return tf.cast(value, dtype)
-  return tf.convert_to_tensor(value, dtype)
 
 
 def apply(
@@ -66,8 +65,8 @@ def apply(
   """Updates a `tf.Variable` and its slots `m` and `v` by a dense gradient.
 
   >>> weight, m, v = (tf.Variable([x]) for x in (2.0, 0.0, 0.0))
-  >>> rates = Numbers(*map(tf.constant, (0.5, 0.25, 3.0, 0.0)))
-  >>> apply(weight, {"m": m, "v": v}, tf.constant([2.0]), rates)
+  >>> given = Numbers(*map(tf.constant, (0.5, 0.25, 3.0, 0.0)))
+  >>> apply(weight, {"m": m, "v": v}, tf.constant([2.0]), given)
   >>> [float(x[0]) for x in (m, v, weight)]
   [1.0, 1.0, -1.0]
   """
@@ -75,9 +74,11 @@ def apply(
   grad = tf.cast(grad, dtype)
   m, v = slots["m"].handle, slots["v"].handle
   descend = tf.raw_ops.ResourceApplyGradientDescent
-  descend(var=m, alpha=given.rest_1, delta=kernels.read(m, dtype) - grad)
+  descend(
+    var=m, alpha=given.one_minus_beta_1, delta=kernels.read(m, dtype) - grad
+  )
   delta = kernels.read(v, dtype) - tf.square(grad)
-  descend(var=v, alpha=given.rest_2, delta=delta)
+  descend(var=v, alpha=given.one_minus_beta_2, delta=delta)
   tf.raw_ops.ResourceApplyAdagradV2(
     var=variable.handle,
     accum=v,

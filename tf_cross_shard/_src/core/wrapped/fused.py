@@ -147,8 +147,9 @@ class _UpdateStep:
     if is_sparse and self._row_step is not None:
       self._row_step(self._plain, gradient, variable, *rate)
       return
+    dtype = kernels.dtype_of(native)
     is_kernels = self._plan.sums_rows or not is_sparse
-    if kernel is None or not is_kernels or not self._plan.has_kernel(native):
+    if kernel is None or not is_kernels or dtype not in update_plan.DTYPES:
       self._plain(gradient, variable, *rate)
       return
     gradient = row_sparse.to_dense(gradient, native)
@@ -157,7 +158,6 @@ class _UpdateStep:
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
       for slot, attribute in kernel.slots.items()
     }
-    dtype = kernels.dtype_of(native)
     arguments = self._once(
       (kernel.name, dtype), lambda: self._arguments(kernel, dtype, *rate)
     )

@@ -49,7 +49,8 @@ _NO_KERNEL: Final = {
   "AdamW": " with amsgrad",
   "RMSprop": " without momentum",
 }
-_DTYPES: Final = (tf.float32, tf.float64)
+# Variables of other dtypes are updated by Keras' operations.
+DTYPES: Final = (tf.float32, tf.float64)
 
 # The classes for which, with settings that have no kernel, XLA is faster on
 # CPUs than Keras' operations.
@@ -163,13 +164,6 @@ class Plan:
   sums_rows: bool = False
   fallback: str = "Keras"
 
-  def has_kernel(self, variable: Any) -> bool:
-    """Returns whether the kernel updates a variable with a dense gradient.
-
-    The kernel itself, or kernels of its parts.
-    """
-    return self.kernel is not None and kernels.dtype_of(variable) in _DTYPES
-
   def is_in_parts(self, variable: Any) -> bool:
     """Returns whether kernels of its parts replace the kernel.
 
@@ -207,7 +201,7 @@ class Plan:
       return UpdateMethod(self.fallback, self.reason)
     if is_sparse and not self.sums_rows:
       return UpdateMethod(self.fallback, "no kernel for row-sparse gradients")
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
       return UpdateMethod(self.fallback, f"no kernel for {dtype.name}")
     if self.copies > 1 and not why_not_xla:
       return UpdateMethod(
@@ -227,7 +221,7 @@ class Plan:
     """Returns why XLA would not be faster than Keras; "" if it would be."""
     if self.ignores_size or not self.may_compile:
       return ""
-    dense = [v for v in dense if kernels.dtype_of(v) in _DTYPES]
+    dense = [v for v in dense if kernels.dtype_of(v) in DTYPES]
     if not all("CPU" in variable.device for variable in dense):
       return "; no XLA, because not all variables are on CPUs"
     elements = self.copies * sum(math.prod(v.shape) for v in dense)
