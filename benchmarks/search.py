@@ -202,7 +202,7 @@ def measure(search: Callable[[], tuple[int, int, float]]) -> Cost:
 
 
 def main() -> None:
-  """Prints a table of the cost of searches, by OptunaSearch and by plain fits."""
+  """Prints a table of what searches cost, with OptunaSearch and plain fits."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--trials", type=int, default=64)
   parser.add_argument("--models", type=int, default=16)
