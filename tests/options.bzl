@@ -23,7 +23,6 @@ LARGE = [
 # .ci/run runs all.
 SLOW = [
     "equivalence/batch_normalization_test.py",
-    "equivalence/keras_distribution_test.py",
     "equivalence/keras_layers_test.py",
     "equivalence/keras_own_test.py",
     "equivalence/mixed_precision_test.py",
