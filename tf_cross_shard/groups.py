@@ -9,7 +9,6 @@ create the usual tables:
 - `strided`: every n-th replica, with n groups: `[[0, 2], [1, 3]]`
 - `singletons`: one replica in each group: `[[0], [1]]`
 - `by_host`: the replicas of each host
-- `along`: the replicas in one line of a TPU slice, along one of its `AXES`
 
 >>> from tf_cross_shard import groups
 >>> groups.contiguous(4, 2).to_lists()
@@ -22,9 +21,7 @@ create the usual tables:
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core.groups import (
-  AXES,
   Groups,
-  along,
   by_host,
   contiguous,
   singletons,
@@ -32,9 +29,7 @@ from tf_cross_shard._src.core.groups import (
 )
 
 __all__ = [
-  "AXES",
   "Groups",
-  "along",
   "by_host",
   "contiguous",
   "singletons",

@@ -332,33 +332,3 @@ def test_by_host_refuses_uneven_hosts() -> None:
     groups_lib.by_host(strategy_of(tpus(1, 2)))
   with pytest.raises(ValueError, match="3 does not divide 8"):
     groups_lib.by_host(strategy_of(tpus(3), num_replicas=8))
-
-
-V5E_4X2 = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
-V4_2X1X1 = [(0, 0, 0, 0), (0, 0, 0, 1), (1, 0, 0, 0), (1, 0, 0, 1)]
-
-
-@pytest.mark.parametrize(
-  ("coordinates", "axis", "table"),
-  [
-    (V5E_4X2, "x", [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (V5E_4X2, "y", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    (V4_2X1X1, "core", [[0, 1], [2, 3]]),
-    (V4_2X1X1, "z", [[0], [1], [2], [3]]),
-  ],
-)
-def test_along(coordinates: Any, axis: str, table: Table) -> None:
-  assert groups_lib.along(coordinates, axis).to_lists() == table
-
-
-@pytest.mark.parametrize(
-  ("coordinates", "axis", "words"),
-  [
-    (V5E_4X2, "z", r"`axis` must be one of \['x', 'y'\].*got 'z'"),
-    ([], "x", r"`axis` must be one of \[\]"),
-    ([(0, 0), (1, 0), (0, 1)], "x", "groups of one size"),
-  ],
-)
-def test_along_refuses(coordinates: Any, axis: str, words: str) -> None:
-  with pytest.raises(ValueError, match=words):
-    groups_lib.along(coordinates, axis)

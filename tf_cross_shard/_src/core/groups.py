@@ -17,7 +17,7 @@ import operator
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +25,13 @@ import numpy.typing as npt
 from tf_cross_shard._src.core import validation
 
 __all__ = [
-  "AXES",
   "Groups",
-  "along",
   "by_host",
   "contiguous",
   "singletons",
   "strided",
 ]
 
-# The coordinates of a device in a TPU slice.
-AXES: Final = ("x", "y", "z", "core")
 _EXAMPLE: Final = "Pass, for example, 2."
 _REMEDY: Final = (
   "Give one row of replica ids per group, all rows of one length, such as"
@@ -299,45 +295,6 @@ def by_host(strategy: Any) -> Groups:
     host = re.sub(r"/device:.*$", "", str(device))
     hosts.setdefault(host, []).append(replica)
   return Groups(tuple(map(tuple, hosts.values())), num_replicas)
-
-
-def along(
-  coordinates: Sequence[Sequence[int]], axis: Literal["x", "y", "z", "core"]
-) -> Groups:
-  """Creates groups of the devices that form a line in a TPU slice.
-
-  Links within a line are the shortest. In a slice of 2 by 2 chips, the lines
-  along x are:
-
-  >>> from tf_cross_shard.groups import along
-  >>> along([(0, 0), (1, 0), (0, 1), (1, 1)], "x").to_lists()
-  [[0, 1], [2, 3]]
-
-  Args:
-    coordinates: The place of each replica's device, in replica order: x, y, z
-      and the core on the chip, as `virtual_tpu.coordinates` returns them. Later
-      coordinates may be left out.
-    axis: One of `AXES`: the coordinate in which the members of a group differ.
-
-  Returns:
-    The grouping, ordered by the first members of the groups.
-
-  Raises:
-    ValueError: If there is no such axis, or if lines differ in length.
-  """
-  given = len(coordinates[0]) if len(coordinates) else 0
-  if axis not in AXES[:given]:
-    raise ValueError(
-      f"`axis` must be one of {list(AXES[:given])}, the given coordinates; got"
-      f" {axis!r}."
-    )
-  position = AXES.index(axis)
-  lines: dict[tuple[int, ...], list[int]] = {}
-  for replica, place in enumerate(coordinates):
-    # Devices on one line agree in all other coordinates.
-    rest = (*place[:position], *place[position + 1 :])
-    lines.setdefault(rest, []).append(replica)
-  return Groups(tuple(map(tuple, lines.values())))
 
 
 def _check_division(num_replicas: int, group_size: int) -> None:
