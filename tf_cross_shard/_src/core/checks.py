@@ -1,10 +1,7 @@
 """Checks that run before a step: where it runs, and whether workers agree."""
 
-import contextlib
 import os
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -36,10 +33,6 @@ class Checks:
     self._wrapped = wrapped
     self._engine = engine
     self._name = settings.name
-    # The threads that are inside a call of this optimizer, one entry for each
-    # replica. For replicas of MirroredStrategy, the entry is the coordinator
-    # that their threads share.
-    self._users: list[Any] = []
     if tf.distribute.has_strategy():
       self._check_strategy()
     self._configuration_error = self._find_configuration_error()
@@ -70,28 +63,6 @@ class Checks:
         " updates would run in no defined order. Call `strategy.run` inside a"
         " tf.function."
       )
-
-  @contextlib.contextmanager
-  def exclusive_use(self) -> Iterator[None]:
-    """Raises an error if another thread is in this context at the same time.
-
-    A call of a `tf.function` that is already traced runs no Python, so it is
-    not in this context.
-    """
-    thread = threading.current_thread()
-    # MirroredStrategy starts a thread for each replica. The threads of one call
-    # of `strategy.run` share a coordinator.
-    user = getattr(thread, "coord", thread)
-    self._users.append(user)
-    try:
-      if any(other is not user for other in [*self._users]):
-        raise RuntimeError(
-          f"Two threads called {self._name} at the same time. Give each thread"
-          " its own model and optimizer, or let one thread wait for the other."
-        )
-      yield
-    finally:
-      self._users.remove(user)
 
   def check_variables(self, variables: Sequence[Variable]) -> None:
     """Raises `ValueError` for a variable that a step cannot update.

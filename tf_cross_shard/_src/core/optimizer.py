@@ -465,20 +465,19 @@ class CrossShardOptimizer(facade.Facade):
     if pipeline.convention.is_dry_run:
       pipeline.convention.keep_gradients(call.grads)
       return self._wrapped.iterations()
-    with pipeline.checks.exclusive_use():
-      pipeline.checks.check_place()
-      pipeline.checks.check_variables(call.variables)
-      if not call.is_reduced:
-        pipeline.convention.check_was_scaled(
-          call.through_apply, self._wrapped.divides_gradients
-        )
-      self.build(call.variables)
-      pipeline.checks.compare_workers_before_step(call.grads, call.variables)
-      if tf.executing_eagerly() or tf.inside_function():
-        return pipeline.take(call)
-      # A TensorFlow 1 graph runs only what is fetched: return one operation
-      # that takes the whole step.
-      return tf.function(lambda: pipeline.take(call), autograph=False)().op
+    pipeline.checks.check_place()
+    pipeline.checks.check_variables(call.variables)
+    if not call.is_reduced:
+      pipeline.convention.check_was_scaled(
+        call.through_apply, self._wrapped.divides_gradients
+      )
+    self.build(call.variables)
+    pipeline.checks.compare_workers_before_step(call.grads, call.variables)
+    if tf.executing_eagerly() or tf.inside_function():
+      return pipeline.take(call)
+    # A TensorFlow 1 graph runs only what is fetched: return one operation
+    # that takes the whole step.
+    return tf.function(lambda: pipeline.take(call), autograph=False)().op
 
   def _build_slots(self, variables: Sequence[Any]) -> None:
     checks = self._pipeline.checks
