@@ -1,6 +1,5 @@
 """Tests which engine and which collective implementation a strategy gets."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,26 +40,6 @@ def test_unknown_strategy_raises_not_implemented_error() -> None:
     CrossShardOptimizer("sgd")
 
 
-@pytest.mark.parametrize(
-  ("devices", "physical", "logical", "asked", "hint"),
-  [
-    ("GPU:0 GPU:1", 2, 2, "auto", "nccl"),
-    ("GPU:0 GPU:1", 4, 4, "auto", "nccl"),
-    ("GPU:0 GPU:1", 1, 2, "auto", "ring"),  # NCCL needs a GPU for each.
-    ("CPU:0 CPU:1", 2, 2, "auto", "ring"),
-    ("CPU:0 GPU:0", 1, 1, "auto", "ring"),
-    ("GPU:0 GPU:1", 2, 2, "ring", "ring"),
-    ("GPU:0 GPU:1", 1, 2, "nccl", "nccl"),
-  ],
-)
-def test_hint_for_chooses_nccl_or_ring(
-  devices: str, physical: int, logical: int, asked: str, hint: str
-) -> None:
-  names = [f"/job:worker/task:0/device:{name}" for name in devices.split()]
-  found = collective_ops.hint_for(names, physical, logical, asked)
-  assert found == hint
-
-
 def _traced(ops: collective_ops.CollectiveOps) -> list[tf.Operation]:
   """Returns four collectives of one replica in one function."""
   groups = groups_lib.contiguous(2, 2)
@@ -79,52 +58,38 @@ def _traced(ops: collective_ops.CollectiveOps) -> list[tf.Operation]:
   return found
 
 
-@pytest.mark.parametrize(
-  ("asked", "hints", "chains"),
-  [
-    # NCCL has neither a bfloat16 sum nor an all-to-all. Kernels of two chains
-    # could start in another order on another device.
-    ("nccl", ["nccl", "auto", "nccl", "auto"], 1),
-    ("ring", ["ring", "ring", "ring", "auto"], 4),
-  ],
-)
-def test_unsupported_dtypes_and_all_to_all_use_auto(
-  asked: str, hints: list[str], chains: int
+@pytest.mark.parametrize(("device", "chains"), [("CPU", 4), ("GPU", 1)])
+def test_chains_and_communication_options_of_several_workers(
+  device: str, chains: int
 ) -> None:
-  ops = _traced(collective_ops.CollectiveOps(chains=4, hint=asked))
-  found = [op.get_attr("communication_hint").decode() for op in ops]
-  assert found == hints
-  tokens = {op.inputs[-1].name for op in ops}
-  assert len(tokens) == chains
-
-
-@pytest.mark.parametrize(
-  ("make", "method"),
-  [
-    (tf.distribute.HierarchicalCopyAllReduce, "CollectiveReduceV2 (ring)"),
-    (tf.distribute.NcclAllReduce, "CollectiveReduceV2 (nccl)"),
-    (lambda: None, "CollectiveReduceV2 (nccl)"),
-  ],
-)
-def test_cross_device_ops_of_mirrored_strategy_are_used(
-  make: Any, method: str
-) -> None:
-  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], make())
-  with mock.patch.object(
-    type(strategy.extended), "worker_devices", ("/GPU:0", "/GPU:1")
-  ):
-    assert reduce.for_strategy(strategy).method == method
-
-
-def test_communication_options_of_multi_worker_strategy_are_used() -> None:
+  """GPUs may start the kernels of two chains in different orders, and hang."""
   options = tf.distribute.experimental.CommunicationOptions(
     implementation=tf.distribute.experimental.CommunicationImplementation.NCCL
   )
   strategy = tf.distribute.MultiWorkerMirroredStrategy(
     communication_options=options
   )
-  engine = multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
+  with mock.patch.object(
+    type(strategy.extended), "worker_devices", (f"/{device}:0",)
+  ):
+    engine = multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
   assert engine.method == "CollectiveReduceV2 (nccl)"
+  traced = _traced(engine._collectives)
+  hints = {op.get_attr("communication_hint") for op in traced}
+  assert hints == {b"nccl"}
+  assert len({op.inputs[-1].name for op in traced}) == chains
+
+
+def test_tensorflow_chooses_the_collectives_of_one_machine() -> None:
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  with mock.patch.object(
+    type(strategy.extended), "worker_devices", ("/GPU:0", "/GPU:1")
+  ):
+    engine = mirrored.Mirrored(strategy, groups_lib.contiguous(2, 2))
+  assert engine.method == "CollectiveReduceV2"
+  traced = _traced(engine._collectives)
+  assert {op.get_attr("communication_hint") for op in traced} == {b"auto"}
+  assert len({op.inputs[-1].name for op in traced}) == 1
 
 
 def test_workers_compare_variables_and_gradients_once() -> None:

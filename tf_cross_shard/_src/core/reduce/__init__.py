@@ -9,9 +9,9 @@ this folder sums within groups, under one kind of strategy:
       others with one replica
     Mirrored, on CPUs          Mirrored     merge_call, then add_n per group
     Mirrored, eagerly          Mirrored     merge_call, then add_n per group
-    Mirrored, on GPUs          Mirrored     CollectiveReduceV2 (NCCL)
-    Mirrored, inside tf.cond   Mirrored     CollectiveReduceV2 (ring or NCCL)
-    MultiWorkerMirrored        MultiWorker  CollectiveReduceV2 (ring or NCCL)
+    Mirrored, on GPUs          Mirrored     CollectiveReduceV2
+    Mirrored, inside tf.cond   Mirrored     CollectiveReduceV2
+    MultiWorkerMirrored        MultiWorker  CollectiveReduceV2
     TPUStrategy                OneProgram   CrossReplicaSum(group_assignment)
     VirtualTPUStrategy         OneProgram   its program's `cross_replica_sum`
     VectorizedStrategy, split  OneProgram   its program's `cross_replica_sum`

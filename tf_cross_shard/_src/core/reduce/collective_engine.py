@@ -19,6 +19,7 @@ class CollectiveEngine(engine.Engine):
   ) -> None:
     super().__init__(strategy, groups)
     self._devices = tuple(strategy.extended.worker_devices)
+    self._on_cpus = all("CPU" in device.upper() for device in self._devices)
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return self._collectives.run(

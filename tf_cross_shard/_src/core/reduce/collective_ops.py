@@ -54,14 +54,6 @@ ALL_GATHER: Final = "CollectiveGatherV2"
 ALL_TO_ALL: Final = "CollectiveAllToAllV2"
 _ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
 
-# Values of `communication_hint`, the implementation to ask the runtime for.
-AUTO: Final = "auto"
-RING: Final = "ring"
-NCCL: Final = "nccl"
-# The dtypes that NCCL sums. According to its source code, TensorFlow 2.21
-# passes any other dtype to NCCL as float32.
-_NCCL_DTYPES: Final = _DTYPES - {tf.bfloat16}
-
 # With 12 members or more, `CollectiveAllToAllV2` fails or returns wrong rows.
 MAX_ALL_TO_ALL: Final = 11
 # With more replicas than this, the runtime sees the members in a different
@@ -81,9 +73,6 @@ class CollectiveOps:
 
   All optimizers of a strategy share one object. If each optimizer had its own
   object, two optimizers in one step would use the same instance keys.
-
-  Attributes:
-    hint: The implementation that the runtime is asked for.
   """
 
   def __init__(
@@ -91,7 +80,7 @@ class CollectiveOps:
     identity: str | None = None,
     chains: int = 1,
     is_serial: bool = True,
-    hint: str = AUTO,
+    hint: str = "auto",
     run_watched: Runner | None = None,
   ) -> None:
     """Stores what all collectives of the strategy have in common.
@@ -102,17 +91,15 @@ class CollectiveOps:
       chains: How many collectives of one replica may run at the same time.
       is_serial: Whether eager replicas of this process run one after the other,
         in which case a collective would wait forever for the next replica.
-      hint: The implementation, from `hint_for`. With NCCL there is only one
-        chain: the kernels of two chains may start in different orders on
-        different devices, and then wait for each other forever.
+      hint: The implementation to ask the runtime for.
       run_watched: Runs collectives, and ends a wait for another worker that
         lasts too long; None to wait without a limit.
     """
     self._run_watched = run_watched
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
-    self.hint = hint
-    self._chains = 1 if hint == NCCL else chains
+    self._hint = hint
+    self._chains = chains
     self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
     self._tokens: dict[tuple[int, int], tf.Tensor] = {}
@@ -146,9 +133,6 @@ class CollectiveOps:
       for tensor in tensors:
         function, ordinal = self._place_in_program(replica)
         chain = ordinal % self._chains  # Successive collectives take turns.
-        # Only the runtime's own implementation has an all-to-all.
-        is_known = self.hint != NCCL or tensor.dtype in _NCCL_DTYPES
-        hint = AUTO if name == ALL_TO_ALL or not is_known else self.hint
         results.append(
           getattr(tf.raw_ops, name)(
             input=tensor,
@@ -156,7 +140,7 @@ class CollectiveOps:
             group_key=self.group_key(groups, replica),
             instance_key=instance_key(name, tensor, function, ordinal),
             ordering_token=[self.token(replica, chain, device)],
-            communication_hint=hint,
+            communication_hint=self._hint,
             **_ATTRIBUTES.get(name, {}),
           )
         )
@@ -333,49 +317,16 @@ def of_strategy(
   identity: str | None = None,
   chains: int = 1,
   is_serial: bool = True,
-  asked: str = AUTO,
+  hint: str = "auto",
 ) -> CollectiveOps:
-  """Returns a strategy's `CollectiveOps`, which the first call creates.
-
-  `asked` is the implementation that the user chose for the strategy, or `AUTO`.
-  The other arguments are those of `CollectiveOps`.
-  """
+  """Returns a strategy's `CollectiveOps`, which the first call creates."""
   if strategy not in _of_strategy:
-    hint = hint_for(
-      strategy.extended.worker_devices,
-      len(tf.config.list_physical_devices("GPU")),
-      len(tf.config.list_logical_devices("GPU")),
-      asked,
-    )
     _of_strategy[strategy] = CollectiveOps(
       *(identity, chains, is_serial, hint),
       # Only `multi_worker.MultiWorkerStrategy` has it.
       getattr(strategy, "run_watched", None),
     )
   return _of_strategy[strategy]
-
-
-def hint_for(
-  devices: Sequence[str], physical: int, logical: int, asked: str = AUTO
-) -> str:
-  """Returns the implementation to ask the runtime for.
-
-  MirroredStrategy makes the same choice for its own sums: NCCL if each replica
-  has a physical GPU; the ring on CPUs, or if a GPU is split into several
-  logical GPUs.
-
-  >>> hint_for(["/GPU:0", "/GPU:1"], physical=2, logical=2)
-  'nccl'
-  >>> hint_for(["/GPU:0", "/GPU:1"], physical=1, logical=2)
-  'ring'
-
-  `devices` are those of the replicas in this process; `asked` is what the user
-  chose for the strategy, or `AUTO`.
-  """
-  if asked != AUTO:
-    return asked
-  on_gpus = all("GPU" in device.upper() for device in devices)
-  return NCCL if on_gpus and logical <= physical else RING
 
 
 def as_words(tensor: tf.Tensor) -> tf.Tensor:

@@ -57,22 +57,13 @@ class Mirrored(collective_engine.CollectiveEngine):
     means on CPUs only.
     """
     super().__init__(strategy, groups)
-    on_cpus = all("CPU" in device.upper() for device in self._devices)
-    self._prefer_merge = on_cpus if prefer_merge is None else prefer_merge
-    # If the user chose one of these `cross_device_ops`, do not use NCCL.
-    is_plain = isinstance(
-      # No public member says which reduction the user chose.
-      strategy.extended._cross_device_ops,  # noqa: SLF001
-      (
-        tf.distribute.HierarchicalCopyAllReduce,
-        tf.distribute.ReductionToOneDevice,
-      ),
+    self._prefer_merge = self._on_cpus if prefer_merge is None else prefer_merge
+    self._collectives = collective_ops.of_strategy(strategy)
+    self.method = (
+      "add_n in a merge call, CollectiveReduceV2 inside tf.cond"
+      if self._prefer_merge
+      else "CollectiveReduceV2"
     )
-    asked = collective_ops.RING if is_plain else collective_ops.AUTO
-    self._collectives = collective_ops.of_strategy(strategy, asked=asked)
-    self.method = f"CollectiveReduceV2 ({self._collectives.hint})"
-    if self._prefer_merge:
-      self.method = f"add_n in a merge call, {self.method} inside tf.cond"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     if self._merges_here():

@@ -52,17 +52,19 @@ class MultiWorker(collective_engine.CollectiveEngine):
     cluster = strategy.cluster_resolver.cluster_spec()
     # No public member says which implementation the user chose.
     options = strategy.extended._communication_options  # noqa: SLF001
-    asked = options.implementation.value
+    hint = options.implementation.value.lower()
     self._collectives = collective_ops.of_strategy(
       strategy,
       # Leave out the addresses: a worker may know itself by a different address
       # than the other workers do.
       identity=repr([task[:2] for task in agreement.tasks(cluster)]),
-      chains=_CHAINS,
+      # GPUs may start the kernels of two chains in different orders, and then
+      # wait for each other forever.
+      chains=_CHAINS if self._on_cpus else 1,
       is_serial=len(self._devices) > 1,
-      asked=asked.lower(),
+      hint=hint,
     )
-    self.method = f"CollectiveReduceV2 ({self._collectives.hint})"
+    self.method = f"CollectiveReduceV2 ({hint})"
     self._workers = agreement.of_strategy(strategy)
     # What was compared. The variables are kept, so that no other variable gets
     # the id of one of them.
