@@ -57,19 +57,27 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.mark.parametrize("default", ["replica", "global"])
-def test_default_factor_is_logged_once_per_optimizer(
+def test_warning_of_a_default_names_both_factors_and_the_argument(
   log: pytest.LogCaptureFixture, default: str
 ) -> None:
-  whose = "this replica's" if default == "replica" else "all replicas'"
-  for count in (1, 2):
+  kinds = {"replica": ("this replica's", 0.5), "global": ("all replicas'", 2)}
+  whose, factor = kinds.pop(default)
+  [(other, (others, factor_of_other))] = kinds.items()
+  for count in (1, 2):  # Once per optimizer.
     convention = _convention("mean", None, 4, 2)
     for _ in range(3):
       convention.for_loss(default)
       convention.check_was_scaled(False, False)
     assert len(log.messages) == count
     assert log.records[-1].levelname == "WARNING"
-    assert f"averaged over {whose} examples" in log.messages[-1]
-    assert "loss_averaged_over=" in log.messages[-1]
+    for words in (
+      f"averaged over {whose} examples, and multiplies it by {factor:g}",
+      f'pass loss_averaged_over="{default}"',
+      f"averaged over {others} examples",
+      f'pass loss_averaged_over="{other}"; the factor is then',
+      f"is then {factor_of_other:g}",
+    ):
+      assert words in log.messages[-1]
 
 
 WRONG = 'reduction="mean" is wrong by a constant factor'

@@ -7,12 +7,10 @@ default cannot know where a loss comes from. So you get a warning when a default
 is first used, and when a step sums gradients of a loss that was never scaled.
 """
 
-import contextlib
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -58,55 +56,12 @@ class LossConvention:
     self._scaled_in_trace = False
     self._ever_scaled = False
     self._own_warnings: set[str] = set()
-    # For `loss_check`: whether gradients are computed and not applied, whether
-    # this is for one replica, and the factor of the step; None for no factor.
-    self.is_dry_run = self.is_dry_run_of_one = False
-    self.last_factor: float | None = None
-
-  @contextlib.contextmanager
-  def dry_run(self, alone: bool) -> Iterator[None]:
-    """Keeps gradients for `take_gradients` instead of applying them."""
-    self.is_dry_run, self.is_dry_run_of_one = True, alone
-    try:
-      yield
-    finally:
-      self.is_dry_run = self.is_dry_run_of_one = False
-
-  def keep_gradients(self, grads: Sequence[Any]) -> None:
-    """Scales this replica's gradients like a step, and keeps them."""
-    factor = 1.0 if self.is_dry_run_of_one else self.for_gradients()
-    self._step.grads = [
-      tf.convert_to_tensor(grad) * tf.cast(factor, grad.dtype)
-      for grad in grads
-      if grad is not None
-    ]
-    if not self.is_dry_run_of_one:
-      default = getattr(self._step, "default", (loss_factor.GLOBAL, None))[0]
-      is_scaled = getattr(self._step, "scaled", False)
-      is_scaled = is_scaled or self._settings.scale_gradients
-      chosen = self._settings.loss_averaged_over or default
-      self.last_factor = self.factors()[chosen] if is_scaled else None
-      self._step.scaled = False
-
-  def take_gradients(self) -> list[tf.Tensor]:
-    """Returns the gradients that a step wanted to apply in this thread."""
-    grads = getattr(self._step, "grads", None)
-    if grads is None:
-      raise ValueError(
-        "`step` must apply gradients with this optimizer, once; it called"
-        " neither apply_gradients nor minimize. Pass the function that you give"
-        " to strategy.run."
-      )
-    self._step.grads = None
-    return list(grads)
 
   def for_loss(self, default: str) -> float:
     """Returns the factor of the loss, and notes that this step scales it.
 
     `default` is `"replica"` or `"global"`, for a user who chose neither.
     """
-    if self.is_dry_run_of_one:
-      return 1.0
     self._ever_scaled = True
     self._step.scaled = True
     trace = weakref.ref(graphs.outermost_function())

@@ -5,7 +5,7 @@ methods. `pipeline` contains the path of a gradient through a step. The
 subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
@@ -13,7 +13,6 @@ import tensorflow as tf
 from tf_cross_shard._src.core import describe as describe_lib
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import (
-  loss_check,
   loss_factor,
   optimizer_state,
   reduce,
@@ -124,7 +123,7 @@ class CrossShardOptimizer(facade.Facade):
         `compute_gradients` and `minimize(callable)`, `"global"` for Keras' own
         calls (`fit`, and `minimize` with `tape=`). In `fit`, None is right for
         every loss of `compile`, also for summed ones; you get a warning if that
-        cannot be known. In a loop of your own, `check_loss` finds it out.
+        cannot be known. docs/training.md shows how to check your own loop.
       clipnorm: Each replica clips its gradient of each variable to this norm,
         before gradients are summed. None or 0 does not clip. `clipnorm` of
         `opt` clips after the sum. Set at most one of the three limits.
@@ -327,42 +326,6 @@ class CrossShardOptimizer(facade.Facade):
     """
     return describe_lib.describe(self._pipeline, repr(self))
 
-  def check_loss(self, step: Callable[..., Any], batch: Any) -> str:
-    """Checks with one batch that the loss is scaled by the right factor.
-
-    Call it once, before you train a loop of your own: with the wrong
-    `loss_averaged_over`, all gradients are too large or too small by a constant
-    factor. It compares the gradients that the replicas would apply, each with
-    its part of the batch, with those of one replica with the whole batch. It
-    changes nothing. The loss must be an average: that of twice as many examples
-    is not twice as large.
-
-    >>> import tensorflow as tf
-    >>> from tf_cross_shard import CrossShardOptimizer
-    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    >>> with strategy.scope():
-    ...   weight = tf.Variable(1.0)
-    ...   optimizer = CrossShardOptimizer("sgd", loss_averaged_over="replica")
-    >>> def step(x):
-    ...   optimizer.minimize(lambda: tf.reduce_mean(x * weight), None, [weight])
-    >>> optimizer.check_loss(step, tf.constant([1.0, 2.0, 3.0, 6.0]))
-    'replica'
-
-    Args:
-      step: The function of one replica that you give to `strategy.run`. It
-        computes gradients, and applies them with this optimizer. Pass it
-        without randomness, such as dropout.
-      batch: The arguments of `step`, a tuple or one argument, with the rows of
-        all replicas together.
-
-    Returns:
-      The right value of `loss_averaged_over`, which is in force.
-
-    Raises:
-      ValueError: If another value is right. The message names it.
-    """
-    return loss_check.check(self._pipeline, step, batch)
-
   @tf.autograph.experimental.do_not_convert
   def apply_gradients(
     self,
@@ -462,9 +425,6 @@ class CrossShardOptimizer(facade.Facade):
   def _perform(self, call: pipeline_lib.Call) -> Any:
     """Checks the call, and takes the step."""
     pipeline = self._pipeline
-    if pipeline.convention.is_dry_run:
-      pipeline.convention.keep_gradients(call.grads)
-      return self._wrapped.iterations()
     pipeline.checks.check_place()
     pipeline.checks.check_variables(call.variables)
     if not call.is_reduced:

@@ -239,7 +239,7 @@ class GradientPipeline:
 
     `default` is what the loss is averaged over if the user did not say.
     """
-    self.check_place()
+    self.checks.check_place()
     return differentiate.differentiate(
       self.wrapped,
       loss,
@@ -249,10 +249,6 @@ class GradientPipeline:
       options=options,
       requires_scalar=self.settings.is_mean,
     )
-
-  def check_place(self) -> None:
-    if not self.convention.is_dry_run:
-      self.checks.check_place()
 
   @tf.autograph.experimental.do_not_convert
   def scale(self, loss: Any, default: str) -> Any:

@@ -64,7 +64,7 @@ class CrossShardOptimizer(
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._pipeline.check_place()
+    self._pipeline.checks.check_place()
     return self._wrapped.scale_loss(
       self._pipeline.scale(loss, loss_factor.GLOBAL)
     )

@@ -71,7 +71,7 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.TfKerasFacade):
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._pipeline.check_place()
+    self._pipeline.checks.check_place()
     return self._pipeline.scale(loss, loss_factor.GLOBAL)
 
   @tf.autograph.experimental.do_not_convert
@@ -98,7 +98,7 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.TfKerasFacade):
     Raises:
       RuntimeError: If you call it in the cross-replica context.
     """
-    self._pipeline.check_place()
+    self._pipeline.checks.check_place()
     call = pipeline_lib.Call(*validation.check_pairs(grads_and_vars))
     return list(zip(self._pipeline.sum(call), call.variables, strict=True))
 
