@@ -22,7 +22,7 @@ from tf_cross_shard import keras3, replica_state
 
 # Each installed Keras, and our classes for it.
 KERASES: dict[str, tuple[Any, Any]] = {"keras": (keras, keras3)}
-# tools/version_matrix.sh also tests environments without tf_keras.
+# tf_keras is an extra.
 if importlib.util.find_spec("tf_keras"):
   KERASES["tf_keras"] = (
     importlib.import_module("tf_keras"),
