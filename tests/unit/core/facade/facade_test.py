@@ -45,6 +45,18 @@ def test_another_wrapper_further_in_is_refused(optimizer: Any) -> None:
     CrossShardOptimizer(between)
 
 
+@pytest.mark.skipif(
+  not hasattr(keras.optimizers, "MultiOptimizer"), reason="an older Keras"
+)
+def test_a_multi_optimizer_inside_is_refused() -> None:
+  multi = keras.optimizers.MultiOptimizer(lambda variable: None)
+  for optimizer in (multi, keras.optimizers.LossScaleOptimizer(multi)):
+    with pytest.raises(
+      ValueError, match=r"`opt` .* MultiOptimizer.* Wrap each"
+    ):
+      CrossShardOptimizer(optimizer)
+
+
 def test_wrapper_has_its_own_name_limits_and_attributes(optimizer: Any) -> None:
   for name in ("clipnorm", "clipvalue", "global_clipnorm"):
     setattr(optimizer, name, 2.0)

@@ -552,7 +552,6 @@ class _Older(tf_keras.optimizers.legacy.Adam):
 
 
 VOUCHED = {"shard_update": "elementwise"}
-EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
 
 
 @pytest.mark.parametrize(
@@ -562,13 +561,6 @@ EACH = "is 'elementwise'.*each"  # Keras' MultiOptimizer wants all gradients.
     (
       *(keras3, lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)),
       *({"shard_update": True}, "Use `accumulate_steps`"),
-    ),
-    *(
-      (
-        *(keras3, lambda: keras.optimizers.MultiOptimizer(lambda _: None)),
-        *({name: "elementwise"}, f"`{name}` {EACH}"),
-      )
-      for name in ("shard_update", "lazy_rows")
     ),
     *(
       (package, getattr(library.optimizers, kind), VOUCHED, f"but {kind} uses")

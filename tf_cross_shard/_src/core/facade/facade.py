@@ -19,6 +19,7 @@ from tf_cross_shard._src.core import loss_factor, single_program, validation
 from tf_cross_shard._src.core.facade import arguments, loss_scaler
 from tf_cross_shard._src.core.facade import binding as binding_lib
 from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.wrapped import keras_classes
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
@@ -98,6 +99,7 @@ class Facade:
     for nested in nested_lib.nested_optimizers(opt):
       if isinstance(nested, Facade):
         cls._check_facade_within(nested, opt)
+      keras_classes.check_is_one(nested, cls._argument)
     arguments.check_class(opt, cls._argument, cls._keras_binding.package)
     return opt
 

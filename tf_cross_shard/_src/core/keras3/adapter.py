@@ -84,21 +84,15 @@ class Keras3Adapter(wrapped_lib.WrappedOptimizer):
       if name
     ]
     names, slots = [], []
-    # Each optimizer of a MultiOptimizer holds the slots of some variables.
-    for layer in keras_private.nested(self.base_optimizer) or [
-      self.base_optimizer
-    ]:
-      keys = (layer._var_key(reference), path, reference.name)
-      index = layer._trainable_variables_indices.get(keys[0])
-      if index is None:
-        continue
-      count = len(layer._trainable_variables)
-      for attribute, slot in wrapped_lib.slots_at(layer, index, count, keys):
-        name = slot.name
-        kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
-        # Adafactor names its row and column statistics after the variable only.
-        names.append(kinds[0] if kinds else attribute.strip("_"))
-        slots.append(slot)
+    layer = self.base_optimizer
+    keys = (layer._var_key(reference), path, reference.name)
+    count = len(layer._trainable_variables)
+    for attribute, slot in wrapped_lib.slots_at(layer, index, count, keys):
+      name = slot.name
+      kinds = [name.removeprefix(p) for p in prefixes if name.startswith(p)]
+      # Adafactor names its row and column statistics after the variable only.
+      names.append(kinds[0] if kinds else attribute.strip("_"))
+      slots.append(slot)
     return dict(zip(names_lib.unique(names), slots, strict=True))
 
   def slot_names(self) -> list[str]:

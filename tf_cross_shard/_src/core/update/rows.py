@@ -60,7 +60,6 @@ def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
       f" (gradient_accumulation_steps={wrapped.accumulates}), and accumulated"
       " gradients are dense. Set only one of these arguments."
     )
-  keras_classes.check_is_one(optimizer, "lazy_rows", lazy_rows)
   keras_classes.check_vouched_for(optimizer, "lazy_rows", lazy_rows)
   if not hasattr(optimizer, "build"):
     raise ValueError(

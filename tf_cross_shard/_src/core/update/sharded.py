@@ -296,7 +296,6 @@ def choose_kind(optimizer: Optimizer, shard_update: Any) -> str:
   Raises `ValueError` if the optimizer cannot be sharded in this way.
   """
   class_name = type(optimizer).__name__
-  keras_classes.check_is_one(optimizer, "shard_update", shard_update)
   keras_classes.check_vouched_for(optimizer, "shard_update", shard_update)
   if not hasattr(optimizer, "build"):
     raise ValueError(

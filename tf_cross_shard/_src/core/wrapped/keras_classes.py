@@ -31,12 +31,12 @@ def name_in_keras(kind: type[Any]) -> str:
   return kind.__name__ if is_optimizer else ""
 
 
-def check_is_one(optimizer: Any, argument: str, value: Any) -> None:
+def check_is_one(optimizer: Any, argument: str) -> None:
   """Raises `ValueError` for a MultiOptimizer, which has several optimizers."""
-  if keras_class(optimizer) == "MultiOptimizer":
+  if "MultiOptimizer" in map(name_in_keras, type(optimizer).__mro__):
     raise ValueError(
-      f"`{argument}` is {value!r}, but a MultiOptimizer passes gradients on to"
-      " other optimizers. Wrap each of these optimizers, with"
+      f"`{argument}` must not be or contain Keras' MultiOptimizer, which passes"
+      " gradients on to other optimizers. Wrap each of these optimizers, with"
       " scale_gradients=True, and create a MultiOptimizer of the results."
     )
 
