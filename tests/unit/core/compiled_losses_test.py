@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import testbed
-from tf_cross_shard import keras3, layers
+from tf_cross_shard import CrossShardOptimizer, keras3, layers
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 ROWS = 16
@@ -165,20 +165,54 @@ def test_several_steps(library: Any, package: Any, how: dict[str, Any]) -> None:
   _check(library, package, options, {**_losses(library), **how}, steps=2)
 
 
+@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]]])
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
-def test_train_on_batch(library: Any, package: Any) -> None:
-  compiled = _losses(library)
+def test_train_on_batch_is_that_of_plain_keras(
+  library: Any, package: Any, groups: Any, said: list[str]
+) -> None:
+  """In Keras 3, each replica receives the whole batch; tf_keras divides it."""
+  compiled, sgd = _losses(library), library.optimizers.SGD
   with testbed.mirrored().scope():
-    optimizer = package.CrossShardOptimizer(library.optimizers.SGD(2.0**-8))
+    optimizer = package.CrossShardOptimizer(
+      sgd(2.0**-8), "mean", "ours", groups
+    )
     model = _model(library, optimizer, **compiled)
   outputs = len(model.outputs)
   model.train_on_batch(X[:ROWS], [Y[:ROWS]] * outputs)
-  alone = _model(library, library.optimizers.SGD(2.0**-8), **compiled)
-  # In Keras 3, each replica receives the whole batch.
-  rows = np.tile(np.arange(ROWS), 4 if library is keras else 1)
-  alone.train_on_batch(X[rows], [Y[rows]] * outputs)
+  is_whole = library is keras
+  assert any("train_on_batch gives every" in line for line in said) == is_whole
+  alone = _model(library, sgd(2.0**-8), **compiled)
+  rows = ROWS if is_whole or not groups else ROWS // 2
+  alone.train_on_batch(X[:rows], [Y[:rows]] * outputs)
   for ours, plain in zip(model.weights, alone.weights, strict=True):
     assert testbed.copies(ours)[0].tolist() == np.asarray(plain).tolist()
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("kind", ["integers", "strings", "uneven"])
+def test_fit_builds_a_subclassed_model(kind: str) -> None:
+  """Keras would build it from the mean over the replicas' batches."""
+
+  class Sums(tf.keras.Model):
+    def __init__(self) -> None:
+      super().__init__()
+      self.last = tf.keras.layers.Dense(1, use_bias=False)
+      self.dtypes: set[str] = set()
+
+    def call(self, x: Any) -> Any:
+      self.dtypes.add(tf.as_dtype(x.dtype).name)
+      if x.dtype == tf.string:
+        x = tf.strings.length(x)
+      return self.last(tf.cast(x, tf.float32))
+
+  x = np.arange(30 if kind == "uneven" else 32, dtype="int32").reshape(-1, 1)
+  x = x.astype(str).astype(object) if kind == "strings" else x
+  with testbed.mirrored().scope():
+    model = Sums()
+    model.compile(CrossShardOptimizer("sgd"), "mse")
+  data = tf.data.Dataset.from_tensor_slices((x, np.ones([len(x), 1], "f")))
+  model.fit(data.batch(32), verbose=0)
+  assert set(model.dtypes) == {"string" if kind == "strings" else "int32"}
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 from absl import logging
+from tensorflow.python.eager import record
 
 from tf_cross_shard._src.core import optimizer_state, single_program
 from tf_cross_shard._src.core.wrapped import keras_private
@@ -23,6 +24,8 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # Marks the extended method.
 _MARK: Final = "_is_of_tf_cross_shard"
+# The attribute of a model that is true while every replica gets the whole batch.
+WHOLE_BATCH: Final = "_tf_cross_shard_whole_batch"
 
 
 class CompiledLoss:
@@ -55,6 +58,11 @@ class CompiledLoss:
     here = tf.distribute.get_strategy().num_replicas_in_sync
     if pipeline is None or here == 1:
       return loss(y_true, y_pred, sample_weight=sample_weight)
+    # Only a training step differentiates its loss. Outside of replicas, Keras
+    # builds the loss.
+    in_replica = not tf.distribute.in_cross_replica_context()
+    if in_replica and not record.could_possibly_record():
+      pipeline.warnings.before_evaluating()
     values = []
 
     def call(*args: Any) -> Any:
@@ -73,14 +81,15 @@ class CompiledLoss:
       loss.name,
       reduction=getattr(loss.reduction, "value", loss.reduction),
       is_number=tf.TensorShape(shape).rank == 0,
+      is_of_whole_batch=getattr(self._model, WHOLE_BATCH, False),
       is_divided=bool(values)
       and self._is_divided(loss, value_of_call, y_pred, sample_weight),
     )
     return value if factor == 1 else value * tf.cast(factor, value.dtype)
 
 
-# Wraps the losses of a compiled model of a Keras.
-wrap_losses: "Final[dict[str, Callable[[Any], None]]]" = {}
+# Prepares a compiled model of a Keras: wraps its losses.
+prepare: "Final[dict[str, Callable[[Any], None]]]" = {}
 
 
 def watch_compile(package: str) -> None:
@@ -128,7 +137,7 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
         f"{strategy.num_replicas_in_sync}, split_batches=True), whose replicas"
         " XLA compiles as one program."
       )
-    wrap_losses[package](self)
+    prepare[package](self)
     if type(self).compute_loss is not compute_loss:
       pipeline.convention.warn_of_own_loss(type(self).__name__)
 

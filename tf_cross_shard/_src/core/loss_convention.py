@@ -82,7 +82,12 @@ class LossConvention:
     return self._factor(default if is_same_trace else loss_factor.GLOBAL)
 
   def for_compiled(
-    self, name: str, reduction: str | None, is_number: bool, is_divided: bool
+    self,
+    name: str,
+    reduction: str | None,
+    is_number: bool,
+    is_divided: bool,
+    is_of_whole_batch: bool = False,
   ) -> float:
     """Returns by what to multiply a loss of `compile`.
 
@@ -107,12 +112,25 @@ class LossConvention:
 
     `is_number` is whether the loss function returns one number for all
     examples, `is_divided` whether Keras divides it by the number of replicas.
+    `is_of_whole_batch` is whether every replica has the whole batch, as in
+    Keras 3's `train_on_batch`. Then the sum over the group is a mean for every
+    loss.
     """
     is_sum = reduction == "sum" or (
       reduction in (None, "none") and not is_number
     )
     factors, chosen = self.factors(), self._settings.loss_averaged_over
-    right = 1.0 if is_sum else factors[loss_factor.REPLICA]
+    right = factors[loss_factor.REPLICA]
+    if is_sum and not is_of_whole_batch:
+      right = 1.0
+    elif is_sum and right != 1 and chosen is None:
+      self._warn(
+        "train_on_batch gives every replica the whole batch, so the summed loss"
+        " %s is multiplied by %g: each member of a group has the same sum. Use"
+        " fit, which divides batches among the replicas, or pass"
+        " loss_averaged_over to CrossShardOptimizer to choose another factor.",
+        *(name, right),
+      )
     if chosen is not None:
       taken = factors[chosen]
       if is_divided:

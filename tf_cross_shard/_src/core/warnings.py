@@ -143,11 +143,6 @@ class GroupWarnings:
     """Warns if groups were overwritten, or if Keras evaluates wrong weights."""
     self.check()
     self._check_callbacks()  # Of a later `fit`, too.
-    is_alike = (
-      self._wrapped.is_built and self._accepted_at == self._count_steps()
-    )
-    if not (self.is_evaluated_by_group or is_alike):
-      self.before_evaluating()
     if (
       has_sharded_averages
       and _SHARDED_AVERAGES not in self._logged
@@ -192,8 +187,10 @@ class GroupWarnings:
       )
 
   def before_evaluating(self) -> None:
-    # Keras evaluates each model on all rows.
-    if not self._are_models:
+    """Warns unless groups were made alike, or something evaluates each group."""
+    # Keras evaluates each of the models of a strategy on all rows.
+    is_right = self._are_models or self.is_evaluated_by_group
+    if not is_right and self._accepted_at is None:
       self._log_once(_MIXED_EVALUATION)
 
   def _are_equal(

@@ -113,5 +113,36 @@ def _is_divided(loss: Any, values: Any, y_pred: Any, weights: Any) -> bool:
   return is_mean and (not is_number or has_weights or has_mask)
 
 
-compiled_losses.wrap_losses["keras"] = _wrap_losses
+def _build_from_one_replica(model: Any) -> None:
+  """Lets Keras build a model from the batch of the first replica.
+
+  Keras would take the mean of all replicas' batches, which makes floats of
+  integers, and fails for strings and where replicas have different numbers of
+  examples.
+  """
+  strategy = model.distribute_strategy
+
+  def maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> Any:
+    # Only train_on_batch and its like hand the batch itself in.
+    is_whole = data_batch is not None and not any(
+      isinstance(each, tf.distribute.DistributedValues)
+      for each in tf.nest.flatten(data_batch)
+    )
+    setattr(model, compiled_losses.WHOLE_BATCH, is_whole)
+    if iterator is not None:
+      data_batch = next(next(each for *_, each in iterator))
+    first = tf.nest.map_structure(
+      lambda each: strategy.experimental_local_results(each)[0], data_batch
+    )
+    return type(model)._maybe_symbolic_build(model, data_batch=first)
+
+  vars(model)["_maybe_symbolic_build"] = maybe_symbolic_build
+
+
+def _prepare(model: Any) -> None:
+  _wrap_losses(model)
+  _build_from_one_replica(model)
+
+
+compiled_losses.prepare["keras"] = _prepare
 compiled_losses.watch_compile("keras")

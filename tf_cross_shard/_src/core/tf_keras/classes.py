@@ -181,5 +181,5 @@ def _is_divided(loss: Any, *_: Any) -> bool:
   return loss.reduction not in ("sum", "none")
 
 
-compiled_losses.wrap_losses["tf_keras"] = _wrap_losses
+compiled_losses.prepare["tf_keras"] = _wrap_losses
 compiled_losses.watch_compile("tf_keras")
