@@ -2,7 +2,6 @@
 
 import importlib
 import pathlib
-from typing import Any
 
 import numpy as np
 import pytest

@@ -24,7 +24,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 # Marks the extended method.
 _MARK: Final = "_is_of_tf_cross_shard"
-# The attribute of a model that is true while every replica gets the whole batch.
+# A model's attribute: whether every replica gets the whole batch.
 WHOLE_BATCH: Final = "_tf_cross_shard_whole_batch"
 
 

@@ -187,7 +187,7 @@ class GroupWarnings:
       )
 
   def before_evaluating(self) -> None:
-    """Warns unless groups were made alike, or something evaluates each group."""
+    """Warns unless groups were made alike, or each is evaluated alone."""
     # Keras evaluates each of the models of a strategy on all rows.
     is_right = self._are_models or self.is_evaluated_by_group
     if not is_right and self._accepted_at is None:
