@@ -1,44 +1,21 @@
-"""What Bazel would otherwise download, made from what is on this machine."""
+"""Stands in for the rules that @bazel_tools would download.
 
-def _text_files_impl(ctx):
-    for path, text in ctx.attr.files.items():
-        ctx.file(path, text)
+Up to Bazel 4 they are also built in, as natives, and only their names are new.
+"""
 
-_text_files = repository_rule(
-    implementation = _text_files_impl,
-    attrs = {"files": attr.string_dict()},
+def _rules_impl(ctx):
+    ctx.file(ctx.attr.folder + "/BUILD")
+    names = ["{0} = native.{0}\n".format(rule) for rule in ctx.attr.rules]
+    ctx.file(ctx.attr.folder + "/defs.bzl", "".join(names))
+
+_rules = repository_rule(
+    implementation = _rules_impl,
+    attrs = {"folder": attr.string(), "rules": attr.string_list()},
 )
 
-def _natives(names):
-    return "".join(["{0} = native.{0}\n".format(name) for name in names])
-
 def offline_repositories():
-    """Stands in for the rule sets that @bazel_tools loads.
-
-    Up to Bazel 4 those rules are also built in, as natives; the repositories
-    only give them their newer names.
-    """
-    _text_files(
-        name = "rules_cc",
-        files = {
-            "cc/BUILD": "",
-            "cc/defs.bzl": _natives([
-                "cc_binary",
-                "cc_library",
-                "cc_test",
-                "cc_toolchain",
-                "cc_toolchain_suite",
-            ]),
-        },
-    )
-    _text_files(
-        name = "rules_java",
-        files = {
-            "java/BUILD": "",
-            "java/defs.bzl": _natives([
-                "java_import",
-                "java_runtime",
-                "java_toolchain",
-            ]),
-        },
-    )
+    """Makes the repositories rules_cc and rules_java."""
+    cc = ["binary", "library", "test", "toolchain", "toolchain_suite"]
+    java = ["import", "runtime", "toolchain"]
+    _rules(name = "rules_cc", folder = "cc", rules = ["cc_" + x for x in cc])
+    _rules(name = "rules_java", folder = "java", rules = ["java_" + x for x in java])
