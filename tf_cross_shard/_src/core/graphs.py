@@ -16,15 +16,6 @@ def can_merge() -> bool:
   return began_in is tf.compat.v1.get_default_graph()
 
 
-def outermost_function() -> Any:
-  """Returns the graph of the outermost function that is being traced."""
-  graph: Any = tf.compat.v1.get_default_graph()
-  outer = getattr(graph, "outer_graph", None)
-  while isinstance(outer, tf.__internal__.FuncGraph):
-    graph, outer = outer, outer.outer_graph
-  return graph
-
-
 def enclosing() -> list[Any]:
   """Returns the graphs being built, up to that of the replica function."""
   found = [tf.compat.v1.get_default_graph()]

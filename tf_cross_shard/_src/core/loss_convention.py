@@ -10,13 +10,12 @@ is first used, and when a step sums gradients of a loss that was never scaled.
 import sys
 import threading
 import types
-import weakref
 from typing import Any, Final
 
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core import graphs, loss_factor
+from tf_cross_shard._src.core import loss_factor
 from tf_cross_shard._src.core import settings as settings_lib
 
 # The possible values of `loss_averaged_over`, in words.
@@ -64,22 +63,14 @@ class LossConvention:
     """
     self._ever_scaled = True
     self._step.scaled = True
-    trace = weakref.ref(graphs.outermost_function())
-    self._step.default = default, trace
     # The function that is being traced may run in later steps.
     self._scaled_in_trace |= not tf.executing_eagerly()
     return 1.0 if self._settings.scale_gradients else self._factor(default)
 
   def for_gradients(self) -> float:
     """Returns the factor of the gradients: 1 unless `scale_gradients`."""
-    if not self._settings.scale_gradients:
-      return 1.0
-    default, trace = getattr(self._step, "default", (loss_factor.GLOBAL, None))
-    # Use the default of `for_loss` only if `for_loss` was called in the same
-    # trace: on a TPU, one thread traces the functions of all steps.
-    now = graphs.outermost_function()
-    is_same_trace = trace is not None and trace() is now
-    return self._factor(default if is_same_trace else loss_factor.GLOBAL)
+    is_scaled = self._settings.scale_gradients
+    return self._factor(loss_factor.GLOBAL) if is_scaled else 1.0
 
   def for_compiled(
     self,
