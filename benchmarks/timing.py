@@ -152,7 +152,7 @@ def mirrored(replicas: int) -> Any:
   if 0 < len(gpus) < replicas:
     part = tf.config.LogicalDeviceConfiguration(memory_limit=4096)
     tf.config.set_logical_device_configuration(gpus[0], [part] * replicas)
-  return local_strategy(replicas, vectorized=False)
+  return local_strategy(replicas)
 
 
 def peak_megabytes() -> float:

@@ -2,10 +2,11 @@
 
     python examples/digits.py --learning_rates=0.001,0.01,0.1
 
-In the first run, replicas share each batch and sum their gradients: they train
-one model. In the second run, each replica trains a model of its own, with its
-own learning rate, on all images. At last, plain Keras trains two such models,
-one after the other, to compare the costs. You need no download and no GPU.
+In the first run, the replicas of a virtual TPU share each batch and sum their
+gradients: they train one model. In the second run, each replica trains a model
+of its own, with its own learning rate, on all images. At last, plain Keras
+trains two such models, one after the other, to compare the costs. You need no
+download and no GPU.
 """
 
 import os
@@ -30,15 +31,15 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
   callbacks,
-  local_strategy,
   schedules,
+  virtual_tpu,
 )
 
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
 
 _REPLICAS = flags.DEFINE_integer(
-  "replicas", 4, "Replicas of the one model of the first run.", 1
+  "replicas", 4, "Replicas of the one model of the first run: 1, 2 or 4.", 1
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 20, "Epochs of each run.", 1)
 _BATCH_SIZE = flags.DEFINE_integer(
@@ -108,7 +109,7 @@ def fit(
 
 def fit_one(rate: float) -> tuple[list[float], float]:
   """Trains one model; returns its accuracy per epoch and the CPU seconds."""
-  with local_strategy(_REPLICAS.value).scope():
+  with virtual_tpu.VirtualTPUStrategy(_REPLICAS.value).scope():
     history, seconds = fit(
       lambda adam: CrossShardOptimizer(adam, shard_update=_SHARD_UPDATE.value),
       rate,

@@ -85,7 +85,7 @@ def load(
   # Replicas need shares of the same size, so drop a smaller last batch.
   train = train.shuffle(len(train), seed=seed)
   train = train.batch(batch_size, drop_remainder=True)
-  return train, test.batch(len(test))
+  return train, test.batch(len(test), drop_remainder=True)
 
 
 def make_model() -> Any:

@@ -44,9 +44,8 @@ if logical_devices.KIND == "GPU":
   logical_devices.split_gpu(NUM_DEVICES)
 
 # TensorFlow may idle for seconds when it deletes an iterator that is tuned; see
-# docs/limits.md. Most tests do not use `local_strategy`, which avoids this
-# wait. TensorFlow calls this method for every iterator, also for each device's,
-# to apply the options of debug mode.
+# docs/limits.md. TensorFlow calls this method for every iterator, also for each
+# device's, to apply the options of debug mode.
 dataset_ops.DatasetV2._apply_debug_options = _without_tuning
 
 # The same examples in every run: a test that fails keeps failing until it is

@@ -30,15 +30,15 @@ class Program(NamedTuple):
   patience: int = 9  # With 0, each group stops in another epoch.
   has_table: bool = False
   has_limits: bool = False  # Whether each group has its own `clipnorm`.
-  vectorized: bool = True  # On one worker; else replicas are logical devices.
+  is_virtual: bool = True  # On one worker: a virtual TPU, or logical devices.
 
 
 PROGRAMS = {
   "windows": Program({"accumulate_steps": 3}, {"every": 7}),
   "shards": Program(
-    {"shard_update": True}, {"every": 5, "keep": 2}, vectorized=False
+    {"shard_update": True}, {"every": 5, "keep": 2}, is_virtual=False
   ),
-  "by_variable": Program({"shard_update": "by_variable"}, {}, vectorized=False),
+  "by_variable": Program({"shard_update": "by_variable"}, {}, is_virtual=False),
   "rows": Program({"lazy_rows": True}, {"every_seconds": 0.5}, has_table=True),
   "settings": Program(
     {"wire_dtype": "bfloat16", "skip_nonfinite": True},
@@ -82,7 +82,8 @@ def train(
     print(json.dumps([time.time(), *what]), file=log)
 
   if not environment:
-    strategy = tcs.local_strategy(4, vectorized=program.vectorized)
+    kind = tcs.virtual_tpu.VirtualTPUStrategy
+    strategy = (kind if program.is_virtual else tcs.local_strategy)(4)
     groups = [[0, 2], [1, 3]]
   else:
     strategy = multi_worker.MultiWorkerStrategy()

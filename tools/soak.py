@@ -32,7 +32,7 @@ def train(is_ours: bool, epochs: int, steps: int) -> list[dict[str, float]]:
 
   from tf_cross_shard import CrossShardOptimizer, callbacks, local_strategy
 
-  strategy, layers = local_strategy(4, vectorized=False), tf.keras.layers
+  strategy, layers = local_strategy(4), tf.keras.layers
   traces: list[int] = []
   rows: list[dict[str, float]] = []
 

@@ -38,4 +38,4 @@ def test_without_the_vectorizer(tmp_path: pathlib.Path) -> None:
   output = programs.run(["-c", _FIRST_COMPILE], tmp_path)
   assert "weight 0.5" in output  # 0.25 x 2 x (1 - 0)
   assert "VectorizedStrategy uses private parts of TensorFlow" in output
-  assert "local_strategy(n, vectorized=False)" in output
+  assert "Train the models in separate fits" in output

@@ -297,7 +297,7 @@ class TestOperationsWithoutConverter:
         resource=weight.handle, indices=[0], updates=[2.0]
       )
 
-    words = r"vectorize the operation ResourceScatterMul.*vectorized=False"
+    words = r"vectorize the operation ResourceScatterMul.*separate fits"
     with pytest.raises(NotImplementedError, match=words):
       strategy.run(step)
     assert _copies(weight) == [[1.0, 2.0]] * N

@@ -89,8 +89,9 @@ def needing_private_modules(name: str) -> Iterator[None]:
     number = _import_tensorflow().__version__
     raise NotImplementedError(
       f"{name} uses private parts of TensorFlow {OLDEST_TENSORFLOW} to"
-      f" {NEWEST_VECTORIZED}, and TensorFlow {number} has others: {error}. Use"
-      " local_strategy(n, vectorized=False)."
+      f" {NEWEST_VECTORIZED}, and TensorFlow {number} has others: {error}."
+      " Train the models in separate fits, and replicas under"
+      " local_strategy(n)."
     ) from error
 
 

@@ -296,8 +296,7 @@ class ModelsExtended(
     if not tf.compat.v1.executing_eagerly_outside_functions():
       raise NotImplementedError(
         "VectorizedStrategy has no variables in a graph of TensorFlow 1. Create"
-        " them outside of tf.Graph, with eager execution enabled, or use"
-        " local_strategy(n, vectorized=False)."
+        " them outside of tf.Graph, with eager execution enabled."
       )
     # tf.compat.v1.Variable adds "expected_shape".
     ignored = "use_resource", "colocate_with", "partitioner", "expected_shape"

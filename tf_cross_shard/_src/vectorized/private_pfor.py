@@ -90,6 +90,6 @@ def _copy() -> Any:
 def _unsupported(reason: str) -> NotImplementedError:
   return NotImplementedError(
     "VectorizedStrategy uses private parts of TensorFlow 2.16 to 2.21, which"
-    f" TensorFlow {tf.__version__} does not have: {reason}. Use"
-    " local_strategy(n, vectorized=False)."
+    f" TensorFlow {tf.__version__} does not have: {reason}."
+    " Train the models in separate fits."
   )

@@ -300,8 +300,8 @@ def cannot_vectorize(operation: str) -> NotImplementedError:
   """Returns the error for an operation that cannot be vectorized."""
   return NotImplementedError(
     f"TensorFlow cannot vectorize the operation {operation} over replicas."
-    " Replace it, or use local_strategy(n, vectorized=False), where each"
-    " replica is a logical device."
+    " Replace it, or train the models in separate fits, and replicas under"
+    " local_strategy(n)."
   )
 
 
@@ -381,8 +381,8 @@ def _stack_of_equal(
   message = (
     f"{call.op_type} ({call.op.name}) returned results of different shapes on"
     " the replicas, which a vectorized program cannot have. Use operations"
-    " whose shapes do not depend on the data, such as a product with a mask, or"
-    " local_strategy(n, vectorized=False). The shapes are:"
+    " whose shapes do not depend on the data, such as a product with a mask."
+    " The shapes are:"
   )
   check = tf.debugging.Assert(
     tf.reduce_all(sizes == sizes[0]), [message, sizes]
