@@ -1,35 +1,47 @@
-"""Functions for the command lines of the examples."""
+"""Flags of the examples, and fewer messages of TensorFlow."""
 
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import argparse
+import os
+import pathlib
 from typing import Any
 
-from absl import app, flags
+# TensorFlow reads these variables when it is imported, so import this module
+# before it. oneDNN is off because it rounds differently on different machines.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 
-def run(main: Callable[[Sequence[str]], Any]) -> None:
-  """Runs `main` like `app.run`, except that `--help` exits with status 0."""
-  app.run(main, flags_parser=_parse)
+def parse(about: str | None, **flags: tuple[Any, str]) -> Any:
+  """Returns the values of the flags, as attributes.
 
-
-def define_picture(default: str, about: str) -> flags.FlagHolder[str]:
-  """Defines `--picture`. Parsing fails if the folder of the file is missing."""
-  holder = flags.DEFINE_string("picture", default, about)
-  flags.register_validator(
-    holder,
-    lambda path: Path(path).absolute().parent.is_dir(),
-    "must be a file in a folder that exists",
+  Args:
+    about: What `--help` prints first.
+    **flags: The default value and the meaning of each flag. An integer must be
+      at least 1, or 0 if 0 is the default.
+  """
+  parser = argparse.ArgumentParser(
+    description=about, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  return holder
+  for name, (default, meaning) in flags.items():
+    kind: dict[str, Any] = {"type": type(default)}
+    if isinstance(default, bool):
+      kind = {"action": argparse.BooleanOptionalAction}
+    elif isinstance(default, int):
+      kind = {"type": _count if default else int}
+    elif default is None or name == "picture":
+      kind = {"type": _file if default else str}
+    text = f"{meaning} Default: {default}."
+    parser.add_argument(f"--{name}", default=default, help=text, **kind)
+  return parser.parse_args()
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
-  """Parses the flags; returns the other arguments."""
-  try:
-    rest: list[str] = app.parse_flags_with_usage(argv)
-  except SystemExit:
-    if {"--help", "-help", "-?", "--helpfull", "--helpshort"} & set(argv):
-      sys.exit(0)
-    raise
-  return rest
+def _count(text: str) -> int:
+  if int(text) < 1:
+    raise argparse.ArgumentTypeError(f"must be at least 1; got {text}")
+  return int(text)
+
+
+def _file(text: str) -> str:
+  if not pathlib.Path(text).absolute().parent.is_dir():
+    raise argparse.ArgumentTypeError("must be a file in a folder that exists")
+  return text

@@ -9,23 +9,15 @@ trains two such models, one after the other, to compare the costs. You need no
 download and no GPU.
 """
 
-import os
 import time
-
-# TensorFlow reads these variables when it is imported. oneDNN is off because it
-# rounds differently on different machines, and prints a message about it.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
+import command_line  # First: it makes TensorFlow quiet.
 import digits_dataset
 import matplotlib as mpl
 import numpy as np
 import tensorflow as tf
-from absl import app, flags, logging
 
 from tf_cross_shard import (
   CrossShardOptimizer,
@@ -38,31 +30,19 @@ from tf_cross_shard import (
 mpl.use("Agg")  # Draws into files: no screen is needed.
 from matplotlib import pyplot as plt
 
-_REPLICAS = flags.DEFINE_integer(
-  "replicas", 4, "Replicas of the one model of the first run: 1, 2 or 4.", 1
-)
-_EPOCHS = flags.DEFINE_integer("epochs", 20, "Epochs of each run.", 1)
-_BATCH_SIZE = flags.DEFINE_integer(
-  "batch_size", 64, "Images in each step of a model.", 1, 1024
-)
-_RATES = flags.DEFINE_list(
-  "learning_rates",
-  [f"{rate:.2g}" for rate in np.geomspace(0.0001, 0.3, 16)],
-  "Adam's learning rates, one for each model of the second run, at least two."
-  " The first run uses the one in the middle.",
-)
-_SHARD_UPDATE = flags.DEFINE_bool(
-  "shard_update", False, "Divide Adam's state among the replicas of a model."
-)
-_SEED = flags.DEFINE_integer(
-  "seed", 0, "Seed of the weights and of the order of the images."
-)
-_PICTURE = command_line.define_picture("digits.png", "File for the plot.")
-_LOGS = flags.DEFINE_string(
-  "logs", None, "Folder for the learning curves, for TensorBoard."
-)
-_DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder for the prepared data. Default: your cache folder."
+FLAGS = command_line.parse(
+  __doc__,
+  replicas=(4, "Replicas of the one model of the first run: 1, 2 or 4."),
+  epochs=(20, "Epochs of each run."),
+  batch_size=(64, "Images in each step of a model."),
+  learning_rates=(
+    ",".join(f"{rate:.2g}" for rate in np.geomspace(0.0001, 0.3, 16)),
+    "Adam's learning rates, one for each model of the second run, at least two."
+    " The first run uses the one in the middle.",
+  ),
+  seed=(0, "Seed of the weights and of the order of the images."),
+  picture=("digits.png", "File for the plot."),
+  data_dir=(None, "Folder for the prepared data, instead of your cache."),
 )
 
 
@@ -78,17 +58,18 @@ def fit(
   """
   # Each run has its own dataset, so all see the images in the same order.
   train, test = digits_dataset.load(
-    _BATCH_SIZE.value, _DATA_DIR.value, _SEED.value
+    FLAGS.batch_size, FLAGS.data_dir, FLAGS.seed
   )
   # After the data, since preparing the data consumes random numbers.
-  tf.keras.utils.set_random_seed(_SEED.value)
-  hidden = [tf.keras.layers.Dense(64, "relu") for _ in range(2)]
+  tf.keras.utils.set_random_seed(FLAGS.seed)
+  layers = tf.keras.layers
   model = tf.keras.Sequential(
     [
       tf.keras.Input(digits_dataset.IMAGE_SHAPE),
-      tf.keras.layers.Flatten(),
-      *hidden,
-      tf.keras.layers.Dense(digits_dataset.NUM_CLASSES),
+      layers.Flatten(),
+      layers.Dense(64, "relu"),
+      layers.Dense(64, "relu"),
+      layers.Dense(digits_dataset.NUM_CLASSES),
     ]
   )
   model.compile(
@@ -99,22 +80,12 @@ def fit(
   start = time.process_time()
   history = model.fit(
     train,
-    epochs=_EPOCHS.value,
+    epochs=FLAGS.epochs,
     shuffle=False,  # The dataset is shuffled already.
     verbose=0,
     **({"validation_data": test} | options),
   ).history
   return history, time.process_time() - start
-
-
-def fit_one(rate: float) -> tuple[list[float], float]:
-  """Trains one model; returns its accuracy per epoch and the CPU seconds."""
-  with virtual_tpu.VirtualTPUStrategy(_REPLICAS.value).scope():
-    history, seconds = fit(
-      lambda adam: CrossShardOptimizer(adam, shard_update=_SHARD_UPDATE.value),
-      rate,
-    )
-  return history["val_accuracy"], seconds
 
 
 def fit_all(rates: Sequence[float]) -> tuple[np.ndarray, list[float], float]:
@@ -123,29 +94,27 @@ def fit_all(rates: Sequence[float]) -> tuple[np.ndarray, list[float], float]:
   Returns the accuracies, by epoch and model, those of the mean prediction of
   all models, and the cost.
   """
-  _, test = digits_dataset.load(_BATCH_SIZE.value, _DATA_DIR.value)
+  names = [f"val_accuracy/group_{i}" for i in range(len(rates))]
 
   def report(epoch: int, logs: Any) -> None:
-    found = [logs[f"val_accuracy/group_{i}"] for i in range(len(rates))]
+    found = [logs[name] for name in names]
     if (epoch + 1) % 5 == 0:
       best = int(np.argmax(found))
       print(f"epoch {epoch + 1}: {found[best]:.2%} with {rates[best]:g}")
 
-  watching: list[Any] = [
-    callbacks.GroupMetrics(test),
-    tf.keras.callbacks.LambdaCallback(on_epoch_end=report),
-  ]
-  if _LOGS.value:
-    watching.append(callbacks.GroupTensorBoard(_LOGS.value))
+  _, test = digits_dataset.load(FLAGS.batch_size, FLAGS.data_dir)
   with VectorizedStrategy(len(rates)).scope():
     history, seconds = fit(
       lambda adam: adam,  # Plain Keras: the strategy trains the models.
       schedules.PerGroup(list(rates)),
-      validation_data=None,  # GroupMetrics evaluates each model.
-      callbacks=watching,
+      validation_data=None,  # GroupMetrics evaluates all, and their mean.
+      callbacks=[
+        callbacks.GroupMetrics(test),
+        tf.keras.callbacks.LambdaCallback(on_epoch_end=report),
+      ],
     )
-  accuracy = [history[f"val_accuracy/group_{i}"] for i in range(len(rates))]
-  return np.transpose(accuracy), history["val_accuracy/ensemble"], seconds
+  accuracy = np.transpose([history[name] for name in names])
+  return accuracy, history["val_accuracy/ensemble"], seconds
 
 
 def draw(
@@ -173,45 +142,46 @@ def draw(
     axes.grid(alpha=0.3)
   lines, labels = left.get_legend_handles_labels()
   figure.legend(lines, labels, loc="outside right upper", title="learning rate")
-  figure.savefig(_PICTURE.value, dpi=110, format="png")
-  plt.close(figure)
+  figure.savefig(FLAGS.picture, dpi=110, format="png")
 
 
-def main(argv: Sequence[str]) -> None:
+def row(*cells: str) -> None:
+  """Prints a line of the table."""
+  print("{:24}  {:>13}  {:>8}  {:>8}".format(*cells).rstrip())
+
+
+def main() -> None:
   """Trains one model and many, prints a table and draws a plot."""
-  rates = [float(rate) for rate in _RATES.value]
+  rates = [float(rate) for rate in FLAGS.learning_rates.split(",")]
   count = len(rates)
-  if len(argv) > 1 or count < 2:
-    raise app.UsageError(f"Unknown arguments, or one rate: {argv[1:]} {rates}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   middle = rates[count // 2]
-  print(f"One model on {_REPLICAS.value} replicas")
-  one, seconds = fit_one(middle)
+  print(f"One model on {FLAGS.replicas} replicas")
+  with virtual_tpu.VirtualTPUStrategy(FLAGS.replicas).scope():
+    one, seconds = fit(CrossShardOptimizer, middle)
   print(f"{count} models in one fit")
   accuracy, ensemble, seconds_of_all = fit_all(rates)
   print("Two models by plain Keras, one after the other\n")
   two = sum(fit(lambda adam: adam, rate)[1] for rate in rates[:2])
   last = accuracy[-1]
 
-  def row(*cells: str) -> str:
-    return "{:24}  {:>13}  {:>8}  {:>8}".format(*cells).rstrip()
-
-  print(row("", "learning rate", "accuracy", "CPU time"))
-  replicas = f"one model, {_REPLICAS.value} replicas"
-  print(row(replicas, f"{middle:g}", f"{one[-1]:.2%}", f"{seconds:.1f} s"))
+  row("", "learning rate", "accuracy", "CPU time")
+  replicas, reached = (
+    f"one model, {FLAGS.replicas} replicas",
+    one["val_accuracy"],
+  )
+  row(replicas, f"{middle:g}", f"{reached[-1]:.2%}", f"{seconds:.1f} s")
   for i, rate in enumerate(rates):
-    print(row(f"model {i} of {count}", f"{rate:g}", f"{last[i]:.2%}", ""))
-  print(row("their mean prediction", "", f"{ensemble[-1]:.2%}", ""))
-  print(row(f"{count} models in one fit", "", "", f"{seconds_of_all:.1f} s"))
-  separate = f"{two * count / 2:.1f} s"
-  print(row(f"{count} separate fits", "", "", separate))
+    row(f"model {i} of {count}", f"{rate:g}", f"{last[i]:.2%}", "")
+  row("their mean prediction", "", f"{ensemble[-1]:.2%}", "")
+  row(f"{count} models in one fit", "", "", f"{seconds_of_all:.1f} s")
+  row(f"{count} separate fits", "", "", f"{two * count / 2:.1f} s")
   print(
     f"\nThe cost of {count} separate fits is {count / 2:g} times that of two"
     f" fits of plain Keras.\nThe best learning rate is"
-    f" {rates[int(np.argmax(last))]:g}. The curves are in {_PICTURE.value}."
+    f" {rates[int(np.argmax(last))]:g}. The curves are in {FLAGS.picture}."
   )
   draw(rates, accuracy, ensemble)
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  main()

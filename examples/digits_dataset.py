@@ -22,7 +22,6 @@ IMAGE_SHAPE = (8, 8, 1)
 # In each class, every fifth image is in the test split: 1433 training images
 # and 364 test images. No random numbers: every machine has the same split.
 _TEST_EVERY = 5
-_LARGEST_PIXEL = 16
 
 
 class BundledDigits(tfds.core.GeneratorBasedBuilder):
@@ -69,20 +68,19 @@ def load(
   initializes TensorFlow's devices.
 
   Args:
-    batch_size: The number of training images in a batch. A smaller last batch
-      is dropped.
-    data_dir: The folder for the prepared files. None means a folder in the
-      user's cache.
-    seed: Determines the order of the training images. Each epoch has a
-      different order.
+    batch_size: Training images in a batch. A smaller last batch is dropped,
+      because replicas need shares of the same size.
+    data_dir: The folder for the prepared files. None: the user's cache.
+    seed: Determines the order of the training images, new in each epoch.
   """
   cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
   builder = _prepare(data_dir or f"{Path(cache).expanduser()}/tf_cross_shard")
   train, test = (
-    builder.as_dataset(split=split, as_supervised=True).map(_scale).cache()
+    builder.as_dataset(split=split, as_supervised=True)
+    .map(lambda image, label: (tf.cast(image, tf.float32) / 16, label))
+    .cache()
     for split in ("train", "test")
   )
-  # Replicas need shares of the same size, so drop a smaller last batch.
   train = train.shuffle(len(train), seed=seed)
   train = train.batch(batch_size, drop_remainder=True)
   return train, test.batch(len(test), drop_remainder=True)
@@ -106,10 +104,6 @@ def make_model() -> Any:
       layers.Dense(NUM_CLASSES),
     ]
   )
-
-
-def _scale(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  return tf.cast(image, tf.float32) / _LARGEST_PIXEL, label
 
 
 def _prepare(data_dir: str) -> tfds.core.DatasetBuilder:

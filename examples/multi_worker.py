@@ -17,56 +17,33 @@ resumes from the last epoch that all workers have saved, and ends with the
 digests of an uninterrupted run.
 """
 
-import os
-
-# TensorFlow reads these variables when it is imported.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-
 import hashlib
 import itertools
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import command_line
+import command_line  # First: it makes TensorFlow quiet.
 import digits_dataset
-import matplotlib as mpl
 import numpy as np
-import replicas
 import tensorflow as tf
-from absl import app, flags, logging
 
-import tf_cross_shard
+from tf_cross_shard import CrossShardOptimizer, multi_worker, replica_state
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import multi_worker
 from tf_cross_shard_cli import launch
 
-mpl.use("Agg")  # Draws into files: no screen is needed.
-from matplotlib import pyplot as plt
-
-_WORKERS = flags.DEFINE_integer("workers", 2, "Workers on this machine.", 1)
-_GROUPS = flags.DEFINE_integer("groups", 1, "Number of groups.", 1)
-_WIRE_DTYPE = flags.DEFINE_enum(
-  "wire_dtype",
-  None,
-  ["bfloat16", "float16"],
-  "Dtype in which workers send gradients. Default: the dtype of the gradients.",
-)
-_EPOCHS = flags.DEFINE_integer("epochs", 15, "Number of epochs.", 1)
-_BATCH_SIZE = flags.DEFINE_integer(
-  "batch_size", 48, "Images in each step, for all replicas together.", 1, 1024
-)
-_BACKUP = flags.DEFINE_string(
-  "backup", None, "Folder for a backup after each epoch, to resume from."
-)
-_PICTURE = command_line.define_picture("multi_worker.png", "File for the plot.")
-_SEED = flags.DEFINE_integer(
-  "seed", 0, "Seed of the weights and of the order of the images."
-)
-_DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder for the prepared data. Default: your cache folder."
+FLAGS = command_line.parse(
+  __doc__,
+  workers=(2, "Workers on this machine."),
+  groups=(1, "Number of groups."),
+  wire_dtype=(None, "bfloat16 or float16: how workers send gradients."),
+  epochs=(15, "Number of epochs."),
+  batch_size=(48, "Images in each step, for all replicas together."),
+  backup=(None, "Folder for a backup after each epoch, to resume from."),
+  seed=(0, "Seed of the weights and of the order of the images."),
+  data_dir=(None, "Folder for the prepared data, instead of your cache."),
 )
 
 
@@ -98,17 +75,17 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
   epoch that the optimizer has reached when `fit` asks for the first batch. So a
   resumed run sees the same batches as an uninterrupted run.
   """
-  steps = len(labels) // _BATCH_SIZE.value
+  steps = len(labels) // FLAGS.batch_size
 
   def orders() -> Iterator[np.ndarray]:
     for epoch in itertools.count(int(optimizer.iterations.numpy()) // steps):
-      rng = np.random.default_rng([_SEED.value, epoch])
-      yield rng.permutation(len(labels))[: steps * _BATCH_SIZE.value]
+      rng = np.random.default_rng([FLAGS.seed, epoch])
+      yield rng.permutation(len(labels))[: steps * FLAGS.batch_size]
 
   indices = tf.data.Dataset.from_generator(
     orders, output_signature=tf.TensorSpec([None], tf.int64)
   )
-  data = indices.unbatch().batch(_BATCH_SIZE.value, drop_remainder=True)
+  data = indices.unbatch().batch(FLAGS.batch_size, drop_remainder=True)
   data = data.map(lambda rows: [tf.gather(x, rows) for x in (images, labels)])
   # Each worker makes all batches and uses its own part of each batch.
   options = tf.data.Options()
@@ -119,51 +96,48 @@ def batches(images: Any, labels: Any, optimizer: Any) -> tf.data.Dataset:
 
 
 def check_flags(num_replicas: int) -> None:
-  """Raises an error unless groups and batches divide among the replicas."""
-  if num_replicas % _GROUPS.value or _BATCH_SIZE.value % num_replicas:
-    raise app.UsageError(
+  """Exits unless groups and batches divide among the replicas."""
+  if num_replicas % FLAGS.groups or FLAGS.batch_size % num_replicas:
+    sys.exit(
       f"--groups must divide {num_replicas}, the replicas of all workers, and"
-      f" {num_replicas} must divide --batch_size; got {_GROUPS.value} and"
-      f" {_BATCH_SIZE.value}."
+      f" {num_replicas} must divide --batch_size; got {FLAGS.groups} and"
+      f" {FLAGS.batch_size}."
     )
 
 
 def train(resolver: Any = None) -> None:
-  """Trains as one worker.
-
-  The first worker prints the results of all workers and draws a plot.
-  """
+  """Trains as one worker. The first worker prints the results of all."""
   strategy = multi_worker.MultiWorkerStrategy(resolver)
   num_replicas = strategy.num_replicas_in_sync
   check_flags(num_replicas)
-  groups = groups_lib.contiguous(num_replicas, num_replicas // _GROUPS.value)
+  groups = groups_lib.contiguous(num_replicas, num_replicas // FLAGS.groups)
   is_first = strategy.extended.should_checkpoint  # Only the first worker.
 
-  train_data, test_data = digits_dataset.load(1, _DATA_DIR.value, _SEED.value)
+  train_data, test_data = digits_dataset.load(1, FLAGS.data_dir, FLAGS.seed)
   images, labels = next(iter(train_data.unbatch().batch(len(train_data))))
   # After the data, since preparing the data consumes random numbers.
-  tf.keras.utils.set_random_seed(_SEED.value)
+  tf.keras.utils.set_random_seed(FLAGS.seed)
   tf.config.experimental.enable_op_determinism()
   with strategy.scope():
     model = digits_dataset.make_model()
-    optimizer = tf_cross_shard.CrossShardOptimizer(
+    optimizer = CrossShardOptimizer(
       tf.keras.optimizers.Adam(0.002),
       group_assignment=groups,
-      wire_dtype=_WIRE_DTYPE.value,
+      wire_dtype=FLAGS.wire_dtype,
     )
     loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"])
   callbacks = []
-  if _BACKUP.value:
+  if FLAGS.backup:
     callbacks = [
-      multi_worker.BackupAndRestore(_BACKUP.value, delete_checkpoint=False)
+      multi_worker.BackupAndRestore(FLAGS.backup, delete_checkpoint=False)
     ]
   start = time.perf_counter()
   with multi_worker.naming_lost_workers():
-    history = model.fit(
+    model.fit(
       batches(images, labels, optimizer),
-      epochs=_EPOCHS.value,
-      steps_per_epoch=len(labels) // _BATCH_SIZE.value,
+      epochs=FLAGS.epochs,
+      steps_per_epoch=len(labels) // FLAGS.batch_size,
       shuffle=False,  # The dataset is shuffled already.
       verbose=2 if is_first else 0,
       callbacks=callbacks,
@@ -173,10 +147,6 @@ def train(resolver: Any = None) -> None:
   rows = report(model, groups, test_data, seconds)
   if is_first:
     print(f"\n{groups.draw()}\n\n" + "\n".join(rows), flush=True)
-    plt.plot(history.epoch, history.history.get("accuracy", []))
-    plt.xlabel("epoch")
-    plt.ylabel("training accuracy")
-    plt.savefig(_PICTURE.value)
 
 
 def report(
@@ -184,13 +154,15 @@ def report(
 ) -> list[str]:
   """Returns a table with test accuracy and a digest of weights by replica.
 
-  It collects the weights of all workers. Keras' `evaluate` would mix groups.
+  It collects the weights of all workers. Keras' `evaluate` would mix groups,
+  and `model.get_weights` reads only this worker's first replica.
   """
   [(images, labels)] = test
   # Outside the scope of the strategy, so the model belongs to this process.
   twin = digits_dataset.make_model()
   rows = ["replica  group  test accuracy  seconds  digest of the weights"]
-  for replica, weights in enumerate(replicas.weights_of_replicas(model)):
+  copies = [replica_state.values(weight) for weight in model.weights]
+  for replica, weights in enumerate(zip(*copies, strict=True)):
     twin.set_weights(weights)
     classes = np.argmax(twin(images, training=False), axis=-1)
     digest = hashlib.sha256(b"".join(w.tobytes() for w in weights))
@@ -202,11 +174,8 @@ def report(
   return rows
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
   """Runs one worker, or starts all workers."""
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
   if "TF_CONFIG" in os.environ:
     train()
   elif "SLURM_STEP_NUM_TASKS" in os.environ:
@@ -215,11 +184,11 @@ def main(argv: Sequence[str]) -> None:
     # Check here, so that a mistake is reported once and not by each worker. A
     # worker has all GPUs, or one CPU.
     gpus = len(tf.config.list_physical_devices("GPU"))
-    check_flags(_WORKERS.value * max(1, gpus))
+    check_flags(FLAGS.workers * max(1, gpus))
     sys.exit(
-      launch.launch([sys.executable, __file__, *sys.argv[1:]], _WORKERS.value)
+      launch.launch([sys.executable, __file__, *sys.argv[1:]], FLAGS.workers)
     )
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  main()

@@ -1,7 +1,7 @@
 """Trains a two-tower recommender, and updates its embedding tables by rows.
 
     python examples/recommender.py
-    python examples/recommender.py --replicas=4 --groups=2 --nolazy_rows
+    python examples/recommender.py --replicas=4 --groups=2 --no-lazy_rows
 
 Each query and each item has a vector, which is a row of an embedding table. The
 model learns that the vectors of a clicked pair have a large product. The other
@@ -12,23 +12,15 @@ it generates clicks: the popularity of items follows a power law, and a query
 clicks on items of its own kind.
 """
 
-import os
-
-# TensorFlow reads these variables when it is imported.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
-import matplotlib as mpl
+import command_line  # First: it makes TensorFlow quiet.
 import numpy as np
 import replicas
 import tensorflow as tf
 import tensorflow_datasets as tfds
-from absl import app, flags, logging
 
 from tf_cross_shard import (
   CrossShardOptimizer,
@@ -38,23 +30,16 @@ from tf_cross_shard import (
   replica_state,
 )
 
-mpl.use("Agg")  # Draws into files: no screen is needed.
-from matplotlib import pyplot as plt
-
-_REPLICAS = flags.DEFINE_integer("replicas", 1, "Number of devices.", 1)
-_GROUPS = flags.DEFINE_integer("groups", 1, "Groups; divides --replicas.", 1)
-_LAZY = flags.DEFINE_bool(
-  "lazy_rows", True, "Let Adam update only the rows of a batch."
-)
-_ITEMS = flags.DEFINE_integer(
-  "items", 100_000, "Number of generated items.", 10
-)
-_EPOCHS = flags.DEFINE_integer("epochs", 4, "Number of epochs.", 2)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 512, "Clicks per step.", 1)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights.")
-_PICTURE = command_line.define_picture("recommender.png", "File for the plot.")
-_DATA_DIR = flags.DEFINE_string(
-  "data_dir", None, "Folder of TensorFlow Datasets."
+FLAGS = command_line.parse(
+  __doc__,
+  replicas=(1, "Number of devices."),
+  groups=(1, "Groups; divides --replicas."),
+  lazy_rows=(True, "Let Adam update only the rows of a batch."),
+  items=(100_000, "Number of generated items."),
+  epochs=(4, "Number of epochs, at least two."),
+  batch_size=(512, "Clicks per step."),
+  seed=(0, "Seed of the initial weights."),
+  data_dir=(None, "Folder of TensorFlow Datasets."),
 )
 
 WIDTH, K, KINDS = 64, 10, 50
@@ -66,15 +51,15 @@ def load() -> tuple[np.ndarray, int, int]:
   A click is the number of a query and the number of an item.
   """
   try:
-    builder = tfds.builder("movielens/100k-ratings", data_dir=_DATA_DIR.value)
+    builder = tfds.builder("movielens/100k-ratings", data_dir=FLAGS.data_dir)
     [ratings] = tfds.as_numpy(builder.as_dataset("train").batch(1_000_000))
   except (AssertionError, OSError):  # MovieLens is not prepared.
     print("No MovieLens found: generating clicks with a fixed seed.")
     rng = np.random.default_rng(0)
-    queries = rng.integers(0, _ITEMS.value // 10, 60_000)
-    ranks = (_ITEMS.value // KINDS) ** rng.random(len(queries))
+    queries = rng.integers(0, FLAGS.items // 10, 60_000)
+    ranks = (FLAGS.items // KINDS) ** rng.random(len(queries))
     items = (ranks.astype(int) - 1) * KINDS + queries % KINDS
-    return np.stack([queries, items], 1), _ITEMS.value // 10, _ITEMS.value
+    return np.stack([queries, items], 1), FLAGS.items // 10, FLAGS.items
   names = ("user_id", "movie_id")
   ids = [np.unique(ratings[name], return_inverse=True)[1] for name in names]
   return np.stack(ids, 1), int(ids[0].max()) + 1, int(ids[1].max()) + 1
@@ -117,9 +102,9 @@ def train(
   Returns:
     The model, the loss of each epoch, and the milliseconds of a step.
   """
-  tf.keras.utils.set_random_seed(_SEED.value)
+  tf.keras.utils.set_random_seed(FLAGS.seed)
   count = strategy.num_replicas_in_sync
-  assignment = groups.contiguous(count, count // _GROUPS.value)
+  assignment = groups.contiguous(count, count // FLAGS.groups)
   with strategy.scope():
     embedding = layers.Embedding if ours else tf.keras.layers.Embedding
     model = TwoTowers(*sizes, embedding)
@@ -128,7 +113,7 @@ def train(
       optimizer = CrossShardOptimizer(
         optimizer,
         group_assignment=assignment,
-        lazy_rows=_LAZY.value,
+        lazy_rows=FLAGS.lazy_rows,
       )
     model.compile(optimizer, in_batch_softmax)
   ends: list[float] = []
@@ -137,7 +122,7 @@ def train(
   )
   history = model.fit(
     data.repeat(),
-    epochs=_EPOCHS.value,
+    epochs=FLAGS.epochs,
     steps_per_epoch=len(data),
     shuffle=False,  # The dataset is shuffled already.
     callbacks=[timer],
@@ -166,20 +151,16 @@ def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
   return shares
 
 
-def main(argv: Sequence[str]) -> None:
-  """Trains with plain Keras and with this package, prints, draws a plot."""
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.WARNING)  # tfds and TensorFlow log a lot.
-  strategy = local_strategy(_REPLICAS.value)
+def main() -> None:
+  """Trains with plain Keras and with this package, and compares both."""
+  strategy = local_strategy(FLAGS.replicas)
   clicks, *sizes = load()
   clicks = np.random.default_rng(1).permutation(clicks)
   test, clicks = clicks[:500], clicks[500:]
-  size = replicas.divisible(_BATCH_SIZE.value, _REPLICAS.value)
+  size = replicas.divisible(FLAGS.batch_size, FLAGS.replicas)
   data = tf.data.Dataset.from_tensor_slices((clicks, np.zeros(len(clicks))))
   data = data.shuffle(len(clicks), seed=0).batch(size, drop_remainder=True)
   print(f"{len(clicks):,} clicks of {sizes[0]:,} queries on {sizes[1]:,} items")
-  figure, axes = plt.subplots(figsize=(6.4, 4), layout="tight")
   medians = []
   for name in ("plain Keras", "ours"):
     model, losses, milliseconds = train(strategy, sizes, data, name == "ours")
@@ -191,12 +172,7 @@ def main(argv: Sequence[str]) -> None:
       f" {milliseconds:.1f} ms a step,"
       f" {milliseconds / medians[0]:.2f} times plain Keras"
     )
-    label = f"{name}, {milliseconds:.1f} ms a step"
-    axes.plot(range(1, len(losses) + 1), losses, "o-", label=label)
-  axes.set(xlabel="epoch", ylabel="loss", title=f"{sizes[1]:,} items")
-  axes.legend()
-  figure.savefig(_PICTURE.value, dpi=110, format="png")
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  main()

@@ -39,6 +39,7 @@ SLOW = [
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",
     "multi_process/random_programs_workers_test.py",
+    "multi_process/search_test.py",
     "unit/backup/backup_test.py",
     "unit/islands/outer_optimizer_test.py",
     "unit/migration/checkpoints_test.py",

@@ -14,6 +14,7 @@ so. `--strategy=tpu` needs a TPU; the other strategies run on any machine.
     checkpoint         one call of convert_checkpoint
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -26,47 +27,28 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-import command_line
 import digits_batches
 import tensorflow as tf
-from absl import app, flags, logging
 
 from tf_cross_shard import local_strategy, migration, virtual_tpu
 
-_FOLDER = flags.DEFINE_string(
-  "folder", None, "Folder of checkpoints.", required=True
-)
-_STEPS = flags.DEFINE_integer("steps", 60, "Train until this step.", 1)
-_STRATEGY = flags.DEFINE_enum(
-  "strategy", "mirrored", ["one", "mirrored", "virtual_tpu", "tpu"], "Strategy."
-)
-_REPLICAS = flags.DEFINE_integer(
-  "replicas", 4, "For mirrored and virtual_tpu.", 1
-)
-_COMPARE = flags.DEFINE_bool("compare", True, "Also run before.py.")
 # Several replicas add float32 numbers in a different order.
 _ROUNDING: Final = 2e-5
-flags.register_validator(
-  "replicas",
-  lambda count: digits_batches.BATCH_SIZE % count == 0,
-  f"must divide a batch of {digits_batches.BATCH_SIZE}",
-)
 
 
-def make_strategy() -> tf.distribute.Strategy:
+def make_strategy(name: str, num_replicas: int) -> tf.distribute.Strategy:
   """Returns the strategy of the flags."""
-  if _STRATEGY.value == "tpu":
+  if name == "tpu":
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver("local")
     tf.tpu.experimental.initialize_tpu_system(resolver)
     return tf.distribute.TPUStrategy(resolver)
-  if _STRATEGY.value == "virtual_tpu":
-    return virtual_tpu.VirtualTPUStrategy(_REPLICAS.value)
-  if _STRATEGY.value == "one":
+  if name == "virtual_tpu":
+    return virtual_tpu.VirtualTPUStrategy(num_replicas)
+  if name == "one":
     return tf.distribute.OneDeviceStrategy("CPU:0")
-  return local_strategy(_REPLICAS.value)
+  return local_strategy(num_replicas)
 
 
 def program() -> tuple[Any, Any]:
@@ -90,17 +72,16 @@ def program() -> tuple[Any, Any]:
   return model, migration.from_v1(optimizer, loss_averaged_over="replica")
 
 
-def losses_of_before() -> dict[int, float]:
+def losses_of_before(folder: str, steps: int) -> dict[int, float]:
   """Runs `before.py` on a copy of its checkpoint; returns losses by step."""
   before = Path(__file__).with_name("before.py")
   with tempfile.TemporaryDirectory() as copy:
-    shutil.copytree(_FOLDER.value, copy, dirs_exist_ok=True)
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
     # This file contains the name of the folder that was copied.
     newest = Path(copy, "checkpoint")
-    paths = newest.read_text(encoding="utf-8").replace(_FOLDER.value, copy)
-    newest.write_text(paths, encoding="utf-8")
+    newest.write_text(newest.read_text().replace(folder, copy))
     done = subprocess.run(
-      [sys.executable, before, f"--folder={copy}", f"--steps={_STEPS.value}"],
+      [sys.executable, before, f"--folder={copy}", f"--steps={steps}"],
       stdout=subprocess.PIPE,
       text=True,
       check=True,
@@ -109,12 +90,11 @@ def losses_of_before() -> dict[int, float]:
   return {int(step): float(loss) for step, loss in lines}
 
 
-def compare(losses: dict[int, float]) -> str:
-  """Compares the losses with `before.py`; returns the result as text.
+def compare(losses: dict[int, float], expected: dict[int, float]) -> str:
+  """Compares the losses with those of `before.py`; returns the result as text.
 
   Exits the program if they differ by more than rounding.
   """
-  expected = losses_of_before()
   steps = losses.keys() & expected.keys()
   if not steps:
     return "before.py has already trained further: there is nothing to compare"
@@ -127,23 +107,32 @@ def compare(losses: dict[int, float]) -> str:
   )
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
   """Converts the checkpoint, trains, and prints the loss of each step."""
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.ERROR)
-  strategy = make_strategy()
-  converted = os.path.join(_FOLDER.value, "converted")
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--folder", required=True, help="Folder of checkpoints.")
+  parser.add_argument("--steps", type=int, default=60, help="Train until here.")
+  kinds = ["one", "mirrored", "virtual_tpu", "tpu"]
+  parser.add_argument("--strategy", default="mirrored", choices=kinds)
+  parser.add_argument(
+    "--replicas",
+    type=int,
+    default=4,
+    choices=[1, 2, 4, 8, 16, 32, 64],
+    help="Replicas of a mirrored strategy or a virtual TPU.",
+  )
+  flags = parser.parse_args()
+  strategy = make_strategy(flags.strategy, flags.replicas)
+  converted = os.path.join(flags.folder, "converted")
   with strategy.scope():
     model, optimizer = program()
     if tf.io.gfile.exists(f"{converted}.index"):
       optimizer.build(model.trainable_variables)
       tf.train.Checkpoint(model=model, optimizer=optimizer).read(converted)
     else:
-      done = migration.convert_checkpoint(
-        _FOLDER.value, converted, model, optimizer
+      print(
+        migration.convert_checkpoint(flags.folder, converted, model, optimizer)
       )
-      print(done)
 
   def replica_step(features: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     """Runs a step on one replica; returns the mean loss of its examples."""
@@ -161,7 +150,7 @@ def main(argv: Sequence[str]) -> None:
     return strategy.reduce("MEAN", losses, axis=None)
 
   losses = {}
-  for step in range(int(optimizer.iterations.numpy()), _STEPS.value):
+  for step in range(int(optimizer.iterations.numpy()), flags.steps):
     whole = digits_batches.batch(step)
     parts = [tf.split(each, strategy.num_replicas_in_sync) for each in whole]
     shares = [
@@ -172,9 +161,9 @@ def main(argv: Sequence[str]) -> None:
     ]
     losses[step] = float(train_step(*shares))
     print(f"step {step}: loss {losses[step]:.6f}", flush=True)
-  if _COMPARE.value and losses:
-    print(compare(losses))
+  if losses:
+    print(compare(losses, losses_of_before(flags.folder, flags.steps)))
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  main()

@@ -12,27 +12,18 @@ called `model_fn`, and `dense` makes variables of the same names as
 tf.layers.dense.
 """
 
+import argparse
 import os
 
 # TensorFlow reads these variables when it is imported.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import command_line
 import digits_batches
 import tensorflow.compat.v1 as tf
-from absl import app, flags, logging
-
-_FOLDER = flags.DEFINE_string(
-  "folder", None, "Folder of checkpoints.", required=True
-)
-_STEPS = flags.DEFINE_integer("steps", 30, "Train until this step.", 1)
-_USE_TPU = flags.DEFINE_bool(
-  "use_tpu", False, "Sum gradients over the shards of a TPU. Needs a TPU."
-)
 
 
 class EstimatorSpec(NamedTuple):
@@ -67,27 +58,30 @@ def model_fn(
     params["rate"], global_step, decay_steps=20, decay_rate=0.5
   )
   optimizer = tf.train.MomentumOptimizer(rate, momentum=0.9)
-  if _USE_TPU.value:
+  if params["use_tpu"]:
     optimizer = tf.tpu.CrossShardOptimizer(optimizer)
   train_op = optimizer.minimize(loss, global_step=global_step)
   return EstimatorSpec(mode, loss, train_op)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
   """Trains, prints the loss of each step, and saves a checkpoint."""
-  if len(argv) > 1:
-    raise app.UsageError(f"Unknown arguments: {argv[1:]}")
-  logging.set_verbosity(logging.ERROR)
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--folder", required=True, help="Folder of checkpoints.")
+  parser.add_argument("--steps", type=int, default=30, help="Train until here.")
+  parser.add_argument("--use_tpu", action="store_true", help="Needs a TPU.")
+  flags = parser.parse_args()
+  tf.logging.set_verbosity(tf.logging.ERROR)
   tf.disable_v2_behavior()
   features = tf.placeholder(tf.float32, [None, digits_batches.NUM_FEATURES])
   labels = tf.placeholder(tf.int32, [None])
-  params = {"units": 32, "rate": 0.2}
+  params = {"units": 32, "rate": 0.2, "use_tpu": flags.use_tpu}
   spec = model_fn(features, labels, "train", params)
   global_step = tf.train.get_global_step()
   with tf.train.MonitoredTrainingSession(
-    checkpoint_dir=_FOLDER.value,
-    hooks=[tf.train.StopAtStepHook(last_step=_STEPS.value)],
-    save_checkpoint_steps=_STEPS.value,
+    checkpoint_dir=flags.folder,
+    hooks=[tf.train.StopAtStepHook(last_step=flags.steps)],
+    save_checkpoint_steps=flags.steps,
     save_summaries_steps=None,
     save_summaries_secs=None,
     log_step_count_steps=None,
@@ -103,4 +97,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-  command_line.run(main)
+  main()

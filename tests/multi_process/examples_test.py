@@ -6,12 +6,9 @@ one) run in tests of their own.
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
-import optuna
 import pytest
-import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tests.support import programs
@@ -19,18 +16,6 @@ from tests.support import programs
 PROJECT = programs.PROJECT
 EXAMPLES = PROJECT / "examples"
 PNG_START = b"\x89PNG\r\n\x1a\n"
-
-
-class Row(NamedTuple):
-  """A line of the table that the examples end with."""
-
-  run: str
-  group: str
-  replicas: str
-  rate: float | None
-  accuracy: float  # in percent
-  inside: float | None
-  between: float | None
 
 
 def run_example(name: str, data_dir: Path, *arguments: str) -> str:
@@ -50,24 +35,6 @@ def checked(output: str) -> str:
   return output
 
 
-def read_table(output: str) -> list[Row]:
-  lines = output.splitlines()
-  (start,) = (i for i, line in enumerate(lines) if line.startswith("---"))
-  rows = []
-  for line in lines[start + 1 :]:
-    cells = re.split(r"\s{2,}", line)
-    if len(cells) != len(Row._fields):
-      break
-    run, group, replicas, *numbers = cells
-    rate, accuracy, inside, between = (
-      None if number == "-" else float(number.removesuffix("%"))
-      for number in numbers
-    )
-    assert accuracy is not None
-    rows.append(Row(run, group, replicas, rate, accuracy, inside, between))
-  return rows
-
-
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """Returns a folder for the prepared digits, which the tests share."""
@@ -78,8 +45,7 @@ def test_digits_trains_one_model_and_many(data_dir: Path) -> None:
   output = run_example(
     "digits.py",
     data_dir,
-    *("--replicas=2", "--epochs=3", "--shard_update"),
-    *("--learning_rates=0.0001,0.004,0.004", "--logs=logs"),
+    *("--replicas=2", "--epochs=3", "--learning_rates=0.0001,0.004,0.004"),
   )
   rows = re.findall(r"(?m)^(.*?) {2,}([\d.]*) +([\d.]+)%", output)
   assert [row[:2] for row in rows] == [
@@ -97,52 +63,19 @@ def test_digits_trains_one_model_and_many(data_dir: Path) -> None:
   assert float(one_fit) > 0
   assert float(separate) > 0
   assert "The best learning rate is 0.004." in output
-  for run in ("group_0", "group_1", "group_2", "ensemble"):
-    assert list((data_dir / "logs" / run).iterdir())
   content = (data_dir / "digits.png").read_bytes()
   assert content.startswith(PNG_START)
   assert len(content) > 10_000
 
 
-def test_custom_loop_is_right_with_either_loss(data_dir: Path) -> None:
-  output = programs.run(
-    [
-      "-c",
-      f"""
-import sys
-sys.path.insert(0, {str(EXAMPLES)!r})
-import custom_loop
-custom_loop.flags.FLAGS(sys.argv)
-for loss in ("plain", "keras"):
-  custom_loop.flags.FLAGS.loss = loss
-  custom_loop.tf.keras.utils.set_random_seed(0)
-  custom_loop.main([""])
-""",
-      *("--epochs=2", f"--data_dir={data_dir}"),
-    ],
-    data_dir,
-  )
-  start = checked(output).rindex(
-    "replica  0  1  2  3"
-  )  # Of the second run's output.
-  plain, keras = read_table(output[:start]), read_table(output[start:])
-  assert [row[:3] for row in plain] == [
-    ("plain loss", "0", "0 1"),
-    ("plain loss", "1", "2 3"),
-    ("plain loss", "all", "their mean prediction"),
-  ]
-  assert min(row.accuracy for row in plain) >= 85, output
-  assert [row.inside for row in plain] == [0, 0, None]
-  assert plain[0].between is not None
-  assert plain[0].between > 0
+def test_custom_loop_clips_and_learns(data_dir: Path) -> None:
+  output = run_example("custom_loop.py", data_dir, "--epochs=3")
+  last = re.findall(r"epoch 3: .* accuracy ([\d.]+)% ([\d.]+)%", output)
+  [(first, second)] = last
+  assert min(float(first), float(second)) >= 85, output
+  assert first != second
   # The clipping was at work, on some replicas and not on others.
-  assert re.search(r"; [1-9]\d?% of the gradients clipped", output)
-  # The factors are powers of two, so that the weights are equal to the bit.
-  for one, other in zip(plain, keras, strict=True):
-    assert one.accuracy == other.accuracy
-    assert one.between == other.between
-  picture = data_dir / "custom_loop.png"
-  assert picture.read_bytes().startswith(PNG_START)
+  assert re.search(r": [1-9]\d?% of the gradients clipped", output)
 
 
 def test_recommender_learns(data_dir: Path) -> None:
@@ -156,8 +89,6 @@ def test_recommender_learns(data_dir: Path) -> None:
   )
   # Ten items at random are right in 0.5 %, the ten most popular in 4 %.
   assert min(float(plain), float(first), float(second)) >= 15, output
-  picture = data_dir / "recommender.png"
-  assert picture.read_bytes().startswith(PNG_START)
 
 
 def _write_movielens(folder: Path, users: int, movies: int) -> None:
@@ -207,34 +138,20 @@ def test_recommender_reads_movielens(tmp_path: Path) -> None:
 def test_tpu_reports_and_trains(data_dir: Path) -> None:
   arguments = ["--virtual=8", "--groups=2", "--epochs=3"]
   output = run_example("tpu.py", data_dir, *arguments)
-  rows = read_table(output)
-  assert [row[:3] for row in rows] == [
-    ("virtual TPU", "0", "0 1 2 3"),
-    ("virtual TPU", "1", "4 5 6 7"),
-    ("virtual TPU", "all", "their mean prediction"),
-  ]
-  assert min(row.accuracy for row in rows) >= 80, output
-  assert all(row.inside == 0 for row in rows[:2])
-  assert all(row.between for row in rows[:2])
-  # A line of each epoch has the accuracies; the table has those of the last.
-  *_, last = re.findall(r"^val_accuracy: .*", output, re.MULTILINE)
-  for row, name in zip(rows, ("group_0", "group_1", "ensemble"), strict=True):
-    [shown] = re.findall(rf" {name} ([\d.]+)", last)
-    assert float(shown) == round(row.accuracy / 100, 4)
+  found = dict(re.findall(r"(?m)^val_accuracy/(\w+) ([\d.]+)%$", output))
+  assert set(found) == {"group_0", "group_1", "ensemble"}
+  assert min(map(float, found.values())) >= 80, output
+  assert found["group_0"] != found["group_1"]
   # The report of the compiler has one merged sum; tpu_program_test.py has more.
   assert "v5e:4x2: 8 replicas on TPU v5 lite\n" in output
   assert re.search(r"^collectives +1$", output, re.MULTILINE)
-  assert (data_dir / "tpu.png").read_bytes().startswith(PNG_START)
 
 
 # Each example in one process, one after the other.
 COMMAND_LINES = """
 import runpy, sys
-from absl import app, flags
-app.define_help_flags()
 for line in open("lines").read().splitlines():
   file, *arguments = line.split()
-  before = set(flags.FLAGS)
   sys.argv = [file, *arguments]
   sys.path.insert(0, file.rpartition("/")[0])
   try:
@@ -243,11 +160,6 @@ for line in open("lines").read().splitlines():
   except SystemExit as error:
     status = error.code
   print(f"status of {line}: {status}", flush=True)
-  for name in set(flags.FLAGS) - before:
-    delattr(flags.FLAGS, name)
-  flags.FLAGS.unparse_flags()
-  for name in ("command_line", "digits_batches", "group_history"):
-    sys.modules.pop(name, None)
   del sys.path[0]
 """
 
@@ -258,43 +170,22 @@ def test_help_succeeds_and_wrong_flags_end_before_training(
   names = [
     path.relative_to(EXAMPLES).as_posix()
     for path in sorted(EXAMPLES.rglob("*.py"))
-    if "command_line.run(main)" in path.read_text()
+    if "__main__" in path.read_text()
   ]
   assert {"tpu.py", "migration/after.py"} < set(names)
-  expected = {f"{name} --help": 0 for name in names}
-  for name in names:
-    if "define_picture(" in (EXAMPLES / name).read_text():
-      expected[f"{name} --picture=none/such.png"] = 1
-  expected["multi_worker.py --workers=3 --groups=2"] = 1
-  expected["multi_worker.py --workers=5"] = 1  # Do not divide the batch.
+  expected = {f"{name} --help": "0" for name in names}
+  expected["digits.py --picture=none/such.png"] = "2"
+  expected["towers.py --epochs=0"] = "2"
+  expected["migration/after.py --folder=x --replicas=3"] = "2"
+  divide = "--groups must divide {}, the replicas of all workers, and .*"
+  expected["multi_worker.py --workers=3 --groups=2"] = divide.format(3)
+  expected["multi_worker.py --workers=5"] = divide.format(5)  # Nor the batch.
   lines = "\n".join(f"{EXAMPLES}/{line}" for line in expected)
   (tmp_path / "lines").write_text(lines)
   output = programs.run(["-c", COMMAND_LINES], tmp_path)
   found = dict(re.findall(r"status of (?:\S*?)/examples/(.*): (.*)", output))
-  assert found == {line: str(code) for line, code in expected.items()}, output
+  assert found.keys() == expected.keys(), output
+  for line, status in expected.items():
+    assert re.fullmatch(status, found[line]), output
   assert "must be a file in a folder that exists" in output
-  assert "--groups must divide 3, the replicas of all workers" in output
-
-
-def test_two_processes_share_a_search(data_dir: Path) -> None:
-  flags = ["--trials=6", "--models=3", "--epochs=2"]
-  path = f"--folder={data_dir}/search"
-  command = [str(EXAMPLES / "search_digits.py"), *flags, path]
-  command += [f"--data_dir={data_dir}", f"--picture={data_dir}/other.png"]
-  with programs.started(command, data_dir) as finish:
-    output = run_example("search_digits.py", data_dir, *flags, path)
-    finish()
-  [(count, best)] = re.findall(
-    r"The best of (\d+) trials has ([\d.]+)%", output
-  )
-  assert 6 <= int(count) <= 12
-  assert float(best) > 50
-  found = tf.keras.models.load_model(data_dir / "search/best.keras")
-  assert found.count_params() == 8_970
-  journal = optuna.storages.journal.JournalFileBackend(
-    str(data_dir / "search/study.log")
-  )
-  [study] = optuna.get_all_study_summaries(
-    optuna.storages.JournalStorage(journal)
-  )
-  assert study.n_trials == 12
+  assert "must be at least 1; got 0" in output
