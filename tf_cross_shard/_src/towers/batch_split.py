@@ -1,9 +1,6 @@
 """Splits a batch among towers, and joins the results of all towers again.
 
-    batch [n * rows, ...]  --split-->  n parts [rows, ...]  --concatenate-->
-
-A batch is a nest of tensors; every tensor is split along axis 0. As in
-TensorFlow 1, a list of numbers is a tensor.
+batch [n * rows, ...]  --split-->  n parts [rows, ...]  --concatenate-->
 """
 
 import numbers
@@ -15,16 +12,16 @@ import tensorflow as tf
 from tensorflow.python.util import nest
 
 _PLAIN: Final = (numbers.Number, np.generic, str, bytes)
+_SPARSE: Final = tf.compat.v1.SparseTensorValue
 
 
 def split(argument: str, tree: Any, count: int) -> list[Any]:
-  """Splits every tensor of a nest into `count` equal parts along axis 0.
-
-  Returns one nest for each part. `argument` is the name that errors use.
-  """
-  # To `tf.nest`, lists of numbers and sparse values would be nests of scalars.
+  """Splits every tensor of a nest into `count` equal parts along axis 0."""
+  # As in TensorFlow 1, a list of numbers is a tensor; to `tf.nest`, it and a
+  # sparse value are nests. An empty list is a nest without tensors.
   outline = nest.get_traverse_shallow_structure(
-    lambda part: not _is_tensor_like(part), tree
+    lambda part: not (isinstance(part, _SPARSE) or (_is_table(part) and part)),
+    tree,
   )
   columns = [
     _split_leaf(argument, leaf, count)
@@ -38,16 +35,7 @@ def split(argument: str, tree: Any, count: int) -> list[Any]:
 
 def concatenate(trees: Sequence[Any]) -> Any:
   """Joins nests of the same structure tensor by tensor along axis 0."""
-  return tf.nest.map_structure(lambda *parts: _join_leaves(parts), *trees)
-
-
-def _is_tensor_like(tree: Any) -> bool:
-  """Returns whether `tf.nest` would take this tensor for a nest.
-
-  An empty list is a nest without tensors.
-  """
-  is_sparse = isinstance(tree, tf.compat.v1.SparseTensorValue)
-  return is_sparse or (_is_table(tree) and bool(tree))
+  return tf.nest.map_structure(_join_leaves, *trees)
 
 
 def _is_table(rows: Any) -> bool:
@@ -60,7 +48,7 @@ def _is_table(rows: Any) -> bool:
 def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
   if leaf is None:
     return [None] * count
-  if isinstance(leaf, tf.compat.v1.SparseTensorValue):
+  if isinstance(leaf, _SPARSE):
     leaf = tf.SparseTensor.from_value(leaf)
   if not isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
     leaf = tf.convert_to_tensor(leaf)
@@ -91,10 +79,7 @@ def _split_leaf(argument: str, leaf: Any, count: int) -> Sequence[Any]:
 
 
 def _checked_length(leaf: Any, count: int) -> tf.Tensor:
-  """Returns the length of axis 0 with a check that runs in the program.
-
-  Without the check, rows that do not divide evenly would be dropped.
-  """
+  """Returns the length of axis 0, which the program checks when it runs."""
   is_sparse = isinstance(leaf, tf.SparseTensor)
   length = (leaf.dense_shape if is_sparse else tf.shape(leaf, tf.int64))[0]
   good = tf.logical_and(length > 0, tf.equal(length % count, 0))
@@ -103,7 +88,7 @@ def _checked_length(leaf: Any, count: int) -> tf.Tensor:
     return tf.identity(length)
 
 
-def _join_leaves(parts: Sequence[Any]) -> Any:
+def _join_leaves(*parts: Any) -> Any:
   if all(part is None for part in parts):
     return None
   if isinstance(parts[0], tf.SparseTensor):

@@ -1,15 +1,13 @@
 """Collects the gradients of all towers of a step, then applies their sums.
 
-    tower 0  apply_gradients ─▶ collect ┐
-    tower 1  apply_gradients ─▶ collect ┼─▶ all returned ─▶ sum ─▶ apply once
-    tower 2  apply_gradients ─▶ collect ┘
-
-The sums are applied only after the last tower has returned and all towers have
-made the same calls. Applying a sum earlier, inside the last tower, would have
-two faults: a second loss of that tower would be computed with different weights
-than the same loss in the other towers, and an error found later would leave the
-step half done.
+tower 0  apply_gradients ─▶ collect ┐
+tower 1  apply_gradients ─▶ collect ┼─▶ all returned ─▶ sum ─▶ apply once
+tower 2  apply_gradients ─▶ collect ┘
 """
+
+# Applying a sum earlier, inside the last tower, would have two faults: a second
+# loss of that tower would be computed with different weights than the same loss
+# in the other towers, and an error found later would leave the step half done.
 
 import contextlib
 import dataclasses
@@ -24,7 +22,6 @@ from absl import logging
 from tf_cross_shard._src.core import loss_factor, single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping, row_sparse
-from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.towers import shared_variables
 
 # Applies gradients to variables as the optimizer does; returns the step count.
@@ -39,26 +36,13 @@ _local = threading.local()
 
 @dataclasses.dataclass(frozen=True)
 class CollectedCall:
-  """One call of `apply_gradients` in one tower, to be applied later.
+  """One call of `apply_gradients` in one tower, to be applied later."""
 
-  Attributes:
-    optimizer: The TowerOptimizer.
-    adapter: The `WrappedOptimizer` of the TowerOptimizer.
-    grads: The gradients of this tower.
-    variables: One variable for each gradient.
-    apply: Applies a sum of gradients.
-  """
-
-  optimizer: Any
-  adapter: wrapped_lib.WrappedOptimizer
+  optimizer: Any  # The TowerOptimizer.
+  wrapped: Any  # The optimizer in it, which identifies calls in all towers.
   grads: list[clipping.Gradient]
   variables: list[Any]
   apply: Apply
-
-  @property
-  def wrapped(self) -> Any:
-    """The wrapped optimizer, which identifies calls in all towers."""
-    return self.adapter.optimizer
 
   @property
   def key(self) -> tuple[int, ...]:
@@ -66,21 +50,13 @@ class CollectedCall:
     return id(self.wrapped), *map(id, map(variables_lib.native, self.variables))
 
   def __str__(self) -> str:
-    """Names the wrapped optimizer and the variables, for errors."""
     paths = [variables_lib.path_of(variable) for variable in self.variables]
     name = f"{type(self.wrapped).__name__}({self.optimizer.get_name()!r})"
     return f"{name} with the variables {paths}"
 
 
 class GradientCollector:
-  """Collects the calls of `apply_gradients` in all towers of one step.
-
-  Attributes:
-    count: The number of towers.
-    variables: Hands out the shared variables of this call.
-    is_training: Whether the mode allows optimizers to be called.
-    tape: Records the current tower in eager execution, else None.
-  """
+  """Collects the calls of `apply_gradients` in all towers of one step."""
 
   def __init__(
     self,
@@ -92,6 +68,7 @@ class GradientCollector:
     self.count = count
     self.variables = variables
     self.is_training = is_training
+    # Records the current tower in eager execution.
     self.tape: tf.GradientTape | None = None
     # For a mean, every tower's loss is divided by the number of towers, so
     # that the gradients only need to be summed.
@@ -127,10 +104,7 @@ class GradientCollector:
         )
 
   def scale(self, optimizer: Any) -> float:
-    """Returns the factor of a loss, and records that an optimizer applied it.
-
-    The factor is 1 for a sum over n towers and 1 / n for a mean.
-    """
+    """Returns the factor of a loss; records that an optimizer applied it."""
     self._optimizers_that_scaled.add(id(optimizer))
     return self._factor
 
@@ -146,10 +120,9 @@ class GradientCollector:
     if self._factor != 1.0 and not was_scaled:
       logging.log_first_n(
         logging.WARNING,
-        "%s received gradients that it did not compute. loss_reduction is"
-        ' "mean" over %d towers, but these gradients are summed: multiply the'
-        " loss by %s before you differentiate it, or compute the gradients with"
-        " compute_gradients or minimize.",
+        '%s did not compute these gradients. loss_reduction is "mean" over %d'
+        " towers, but they are summed: multiply the loss by %s before you"
+        " differentiate it, or use compute_gradients or minimize.",
         1,
         *(call, self.count, self._factor),
       )
@@ -167,14 +140,7 @@ class GradientCollector:
       call.optimizer.prepare([v for other in same for v in other.variables])
 
   def apply(self) -> Any:
-    """Sums the gradients of every call over the towers, and applies each sum.
-
-    With `g_i` the gradient of tower `i`, a variable is updated once by
-
-        g = sum over i of g_i
-
-    Returns the step count of the last optimizer.
-    """
+    """Applies the sums of all calls; returns the last one's step count."""
     grads = [g for call in itertools.chain(*self._calls) for g in call.grads]
     # No variable changes before all gradients are computed: an error in any of
     # them leaves the step undone. In eager execution they are computed already.
@@ -200,10 +166,7 @@ def current() -> GradientCollector | None:
 
 
 def variables() -> shared_variables.CallVariables:
-  """Returns the shared variables of the current tower.
-
-  Outside towers, returns an object that shares no variables.
-  """
+  """Returns the current tower's variables; outside towers, shares none."""
   collector = current()
   return _OUTSIDE_OF_TOWERS if collector is None else collector.variables
 
@@ -211,11 +174,7 @@ def variables() -> shared_variables.CallVariables:
 def _sum(
   grads: Sequence[clipping.Gradient], variable: Any
 ) -> clipping.Gradient:
-  """Sums the towers' gradients of one variable.
-
-  The result is None if no tower has a gradient, and row-sparse if all gradients
-  are row-sparse.
-  """
+  """Sums the towers' gradients of one variable; None if there are none."""
   present = [grad for grad in grads if grad is not None]
   if not present:
     return None

@@ -87,10 +87,13 @@ class ReplicatedModelFn:
   def __init__(
     self, model_fn: Callable[..., Any], loss_reduction: Any, devices: Any
   ) -> None:
-    """Checks the arguments of `replicate_model_fn`."""
     self._model_fn = model_fn
     self._parameters = inspect.signature(model_fn).parameters
-    self._reduction = _loss_reduction(loss_reduction)
+    self._reduction = (
+      loss_factor.MEAN
+      if loss_reduction in _MEANS
+      else loss_factor.canonical_reduction(loss_reduction, "loss_reduction")
+    )
     self._devices = None if devices is None else _as_devices(devices)
     self._shared = shared_variables.SharedVariables()
     self._metrics: dict[tuple[str, str], Any] = {}
@@ -150,47 +153,42 @@ class ReplicatedModelFn:
     labels_parts = batch_split.split("labels", labels, len(devices))
     options = {"mode": mode, "params": params, "config": config}
     specs = []
-    with self._shared.call(mode) as variables:
-      collector = gradient_collector.GradientCollector(
-        len(devices), self._reduction, variables, mode == ModeKeys.TRAIN
-      )
-      for tower, device in enumerate(devices):
-        options["labels"] = labels_parts[tower]
-        arguments = self._arguments(parts[tower], options)
-        with (
-          _on(device),
-          tf.name_scope(f"tower_{tower}"),
-          variables.tower(),
-          collector.tower(),
-        ):
-          spec = self._model_fn(**arguments)
-        specs.append(_checked(spec, tower))
-        variables.check_tower(specs[-1].metrics)
-      return self._merge(collector, specs, devices[0])
+    variables = shared_variables.CallVariables(self._shared, mode)
+    collector = gradient_collector.GradientCollector(
+      len(devices), self._reduction, variables, mode == ModeKeys.TRAIN
+    )
+    for tower, device in enumerate(devices):
+      options["labels"] = labels_parts[tower]
+      arguments = self._arguments(parts[tower], options)
+      with (
+        _on(device),
+        tf.name_scope(f"tower_{tower}"),
+        variables.tower(),
+        collector.tower(),
+      ):
+        spec = self._model_fn(**arguments)
+      _check_spec(spec)
+      specs.append(spec)
+      variables.check_tower(spec.metrics)
+    return self._merge(collector, specs, devices[0])
 
   @tf.autograph.experimental.do_not_convert
   def _check(self, mode: Any) -> list[str]:
-    """Checks where and in which mode the function is called.
-
-    Returns the devices.
-    """
+    """Checks the place and the mode of a call; returns the devices."""
     if gradient_collector.current() is not None:
       raise ValueError(
-        "A replicated `model_fn` was called within a tower of another"
-        " replicated function. Towers cannot be nested: replicate only the"
-        " outermost function over all devices."
+        "Towers cannot be nested: a replicated `model_fn` was called within a"
+        " tower. Replicate only the outermost function, over all devices."
       )
     modes = [ModeKeys.TRAIN, ModeKeys.EVAL, ModeKeys.PREDICT]
     if mode not in modes:
-      raise ValueError(
-        f"`mode` must be one of {modes}; got {mode!r}. Use ModeKeys."
-      )
+      raise ValueError(f"`mode` must be one of {modes}; got {mode!r}.")
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     if self._devices is None and replicas > 1:
       raise ValueError(
-        f"`devices` must be given if a replicated `model_fn` runs in each of"
-        f" {replicas} replicas; got None. Name the devices of one replica's"
-        ' towers, such as ["", ""] for two towers on the replica\'s own device.'
+        f"`devices` must be given in each of {replicas} replicas; got None."
+        ' Name the devices of one replica\'s towers, such as ["", ""] for two'
+        " towers on the replica's own device."
       )
     return self.devices
 
@@ -198,30 +196,29 @@ class ReplicatedModelFn:
   def _arguments(
     self, features: Any, options: dict[str, Any]
   ) -> dict[str, Any]:
-    """Returns the keyword arguments of model_fn: features and some options.
-
-    An option is passed if model_fn has an argument of that name. An option that
-    is None does not replace a default of model_fn.
-    """
-    # All arguments but *args and **kwargs.
-    named = [
-      p
+    """Returns features and the options that model_fn has arguments for."""
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+    has_default = {
+      p.name: p.default is not p.empty
       for p in self._parameters.values()
       if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-    optional = {p.name for p in named if p.default is not p.empty}
+    }
+    # An option that is None does not replace a default of model_fn.
     arguments = {
       name: value
       for name, value in options.items()
-      if (takes_any or name in self._parameters)
-      and not (value is None and name in optional)
+      if (name in has_default or takes_any)
+      and not (value is None and has_default.get(name))
     }
     if "params" in arguments:  # A tower may change its own copy.
       arguments["params"] = copy.copy(arguments["params"])
     # Features go to the argument "features", or to the first required argument.
-    required = [p.name for p in named if p.name not in {*optional, *options}]
-    is_named = "features" in self._parameters or not required
+    required = [
+      name
+      for name, is_optional in has_default.items()
+      if not is_optional and name not in options
+    ]
+    is_named = "features" in has_default or not required
     return {"features" if is_named else required[0]: features, **arguments}
 
   @tf.autograph.experimental.do_not_convert
@@ -231,9 +228,10 @@ class ReplicatedModelFn:
     specs: Sequence[TowerSpec],
     device: str,
   ) -> TowerSpec:
-    """Applies the collected gradients, and merges the specs of all towers."""
-    is_single = collector.count == 1
-    if collector.is_training and not (is_single or collector.has_calls):
+    """Merges the specs of all towers, and applies the collected gradients."""
+    if (
+      collector.is_training and collector.count > 1 and not collector.has_calls
+    ):
       raise ValueError(
         "`model_fn` must apply gradients through a TowerOptimizer when it is"
         f" replicated; {collector.count} towers called none. Use"
@@ -283,7 +281,8 @@ def replicate_model_fn(
 
   If you create layers or optimizers outside model_fn, build them before the
   first call. A tf.function creates variables in its first call only, so use one
-  tf.function for each mode.
+  tf.function for each mode. If that call raises an error, replicate model_fn
+  again: variables of a trace that failed have no values.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import TowerOptimizer, TowerSpec
@@ -323,22 +322,19 @@ def replicate_model_fn(
   return ReplicatedModelFn(model_fn, loss_reduction, devices)
 
 
-def _checked(spec: Any, tower: int) -> TowerSpec:
-  """Returns a tower's spec; raises an error if it cannot be merged."""
+def _check_spec(spec: Any) -> None:
   if not isinstance(spec, TowerSpec):
     raise TypeError(
-      f"`model_fn` must return a TowerSpec; in tower {tower} it returned"
-      f" {spec!r}. Return TowerSpec(mode, loss=loss, ...)."
+      f"`model_fn` must return a TowerSpec; got {spec!r}. Return"
+      " TowerSpec(mode, loss=loss, ...)."
     )
   # TensorFlow 1 used pairs of tensors instead of metric objects.
   metrics = (spec.metrics or {}).values()
   if not all(hasattr(metric, "update_state") for metric in metrics):
     raise TypeError(
       "`metrics` must be a dictionary of tf.keras.metrics.Metric objects; got"
-      f" {spec.metrics!r}. Update a Metric in model_fn and return it under a"
-      " name."
+      f" {spec.metrics!r}. Update a Metric in model_fn, and return it."
     )
-  return spec
 
 
 def _merged(specs: Sequence[TowerSpec], reduction: str) -> TowerSpec:
@@ -365,12 +361,6 @@ def _on(device: str) -> contextlib.AbstractContextManager[Any]:
   return tf.device(device) if device else contextlib.nullcontext()
 
 
-def _loss_reduction(loss_reduction: Any) -> str:
-  if loss_reduction in _MEANS:
-    return loss_factor.MEAN
-  return loss_factor.canonical_reduction(loss_reduction, "loss_reduction")
-
-
 def _as_devices(devices: Any) -> list[str]:
   """Returns the names of devices; checks that this machine has them all."""
   listed = [devices] if isinstance(devices, str) else list(devices)
@@ -383,8 +373,8 @@ def _as_devices(devices: Any) -> list[str]:
   are_local = [any(s.make_merged_spec(w) == s for s in specs) for w in wanted]
   if not names or not all(are_local):
     raise ValueError(
-      f"`devices` must name devices of this machine; got {devices!r}, and this"
-      f" machine has {local}. Use these names, create more devices with"
-      " tf.config.set_logical_device_configuration, or pass None for all."
+      f"`devices` must name devices of this machine, {local}, or be None for"
+      f" all; got {devices!r}. tf.config.set_logical_device_configuration makes"
+      " more."
     )
   return names

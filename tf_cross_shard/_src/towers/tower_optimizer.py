@@ -1,11 +1,8 @@
 """TowerOptimizer: sums gradients over towers and applies the sum once.
 
-    in one of several towers     loss / n (for a mean) ─▶ gradients ─▶ collect
-    after the last tower         sum over towers ─▶ wrapped optimizer
-    one tower, or outside towers gradients ─▶ wrapped optimizer
-
-`keras3.TowerOptimizer` and `tf_keras.TowerOptimizer` derive from the class
-here. `tf_cross_shard.towers` explains towers.
+in one of several towers     loss / n (for a mean) ─▶ gradients ─▶ collect
+after the last tower         sum over towers ─▶ wrapped optimizer
+one tower, or outside towers gradients ─▶ wrapped optimizer
 """
 
 import contextlib
@@ -161,13 +158,7 @@ class TowerOptimizer(facade_lib.Facade):
       super().build(variables)
 
   def check_known(self, variables: Sequence[Any]) -> None:
-    """Raises an error if the optimizer cannot update variables.
-
-    Nothing changes. Before the optimizer is built, every variable is accepted.
-
-    Args:
-      variables: The variables of one `apply_gradients`.
-    """
+    """Raises an error if the optimizer cannot update variables."""
     optimizer = self._wrapped.optimizer
     if isinstance(optimizer, CrossShardOptimizer):
       optimizer_state.pipeline_of(optimizer).checks.check_place()
@@ -176,11 +167,7 @@ class TowerOptimizer(facade_lib.Facade):
 
   @tf.autograph.experimental.do_not_convert
   def prepare(self, variables: Sequence[Any]) -> None:
-    """Builds the optimizer for all variables of a step, unless it is built.
-
-    Args:
-      variables: The variables of all calls in the step, with repetitions.
-    """
+    """Builds the optimizer for all variables of a step, unless it is built."""
     if not self._wrapped.is_built:
       distinct = {id(variables_lib.native(v)): v for v in variables}
       self.build(list(distinct.values()))
@@ -195,7 +182,6 @@ class TowerOptimizer(facade_lib.Facade):
   ) -> differentiate.Pairs:
     """Computes this tower's gradients, times the factor of its loss."""
     collector = self._collector()
-    factor = self._factor()
     of_tower = None if collector is None else collector.tape
     tape = of_tower if tape is None and tf.is_tensor(loss) else tape
     optimizer = self._wrapped.optimizer
@@ -217,6 +203,7 @@ class TowerOptimizer(facade_lib.Facade):
         )
     # Multiply the gradients, not the loss: the user's tape may have stopped
     # recording, and would not see the product.
+    factor = self._factor()
     return [(row_sparse.times(grad, factor), v) for grad, v in pairs]
 
   def _collect_or_apply(
@@ -238,15 +225,15 @@ class TowerOptimizer(facade_lib.Facade):
       self.prepare(variables)
       with gradient_collector.variables().paused():
         return apply_and_record(grads, variables)
+    optimizer = self._wrapped.optimizer
     collector.collect(
       gradient_collector.CollectedCall(
-        self, self._wrapped, grads, variables, apply_and_record
+        self, optimizer, grads, variables, apply_and_record
       )
     )
     return tf.identity(self._wrapped.iterations())
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Collects gradients in a tower; applies them immediately anywhere else."""
     # Not by `apply`: `fit` calls `apply_gradients`, which the user's class may
     # override.
     self._collect_or_apply(self._wrapped.apply, grads, variables)
@@ -256,9 +243,8 @@ class TowerOptimizer(facade_lib.Facade):
     collector = gradient_collector.current()
     if collector is not None and not collector.is_training:
       raise ValueError(
-        '`model_fn` must call optimizers in the mode "train" only; it called'
-        f" {self.get_name()} in another mode. Nothing was applied. Call the"
-        ' optimizer only if mode == "train".'
+        f'`model_fn` must call {self.get_name()} in the mode "train" only.'
+        ' Nothing was applied; call it if mode == "train".'
       )
     return collector
 
@@ -285,18 +271,12 @@ class TowerOptimizer(facade_lib.Facade):
     return tf.identity(self._wrapped.iterations())
 
   def _factor(self) -> float:
-    """Returns the factor of the loss in this tower; 1 outside towers."""
     collector = gradient_collector.current()
     return (
       1.0 if collector is None else collector.scale(self._wrapped.optimizer)
     )
 
   def _reduce_before(self, scaler: Any) -> None:
-    """Refuses a loss scaling optimizer around this TowerOptimizer.
-
-    The loss scaling optimizer would look for overflows in the gradients of one
-    tower instead of their sum.
-    """
     name = type(scaler).__name__
     raise ValueError(
       f"{name} must not wrap a TowerOptimizer: it would look for an"
