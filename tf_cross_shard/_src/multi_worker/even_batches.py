@@ -1,14 +1,11 @@
 """Gives every worker the same number of batches.
 
-In each step, all workers wait for each other. A worker whose data has ended
-would leave the others waiting forever. Therefore workers compare the lengths of
-their datasets once, before the training:
+Otherwise, workers would wait forever for one whose data has ended. A `0` is a
+batch whose examples have the weight 0:
 
     data of              mode="stop"        mode="pad"
     worker 0   b b b           b b b              b b b 0 0
     worker 1   b b b b b       b b b              b b b b b
-
-A `0` is a batch whose examples all have weight 0.
 """
 
 from typing import Any, Literal

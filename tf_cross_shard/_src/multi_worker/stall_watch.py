@@ -1,19 +1,12 @@
 """Ends a wait between workers that would otherwise last forever.
 
 A worker that is stuck in Python code (a deadlock, a dead disk, a debugger)
-still sends heartbeats to TensorFlow. The other workers would wait for it in
-their next collective without a limit. Each process therefore counts the
-collectives that it enters and leaves, and a thread looks at the counters. If a
-worker waits longer than `step_timeout`, it writes an *alarm* into the store:
+still sends heartbeats, so TensorFlow lets the others wait without a limit.
 
     this worker entered a collective, and has not left it for `step_timeout`
     this worker ── alarm ──────────────────────────────▶ store ─▶ all workers
     all workers ── whether they wait, and where they are ▶ store ─▶ all workers
     workers that wait: name those that do not wait, and abort the collective
-
-While there is no alarm, each worker only reads one key of the store in each
-interval of ten seconds or less. The counters are variables, so a step changes
-them without Python: each collective costs two additions of an integer.
 """
 
 import atexit
@@ -49,9 +42,9 @@ class StallWatch:
   """Counts the collectives of this process, and ends those that stall."""
 
   def __init__(self, workers: agreement.Workers) -> None:
-    """Creates the counters, and starts the thread that looks at them."""
     self._workers = workers
     self._key = f"stall/{next(_series)}"
+    # Variables, so that a step counts without Python.
     with tf.device("CPU:0"):
       zero = tf.constant(0, tf.int64)
       self._entered = tf.Variable(zero, trainable=False)
@@ -69,11 +62,7 @@ class StallWatch:
   def run(
     self, tensors: Sequence[tf.Tensor], collectives: Callable[[], _Result]
   ) -> _Result:
-    """Runs collectives, and counts when they are entered and left.
-
-    They count as entered when all `tensors`, their inputs, are computed, but do
-    not wait for the counting.
-    """
+    # Count when the inputs are computed; collectives do not wait for it.
     _increment_after(tensors, self._entered)
     results: object = ()
     try:
@@ -90,11 +79,7 @@ class StallWatch:
     return counts[0] > counts[1], time.monotonic() - self._changed
 
   def check(self, alarm: int) -> bool | None:
-    """Looks at the counters, and for the next alarm, of this number.
-
-    Returns None if there is no alarm; otherwise whether this worker ended its
-    wait.
-    """
+    """Returns None without this alarm; otherwise whether a wait was ended."""
     workers = self._workers
     key = f"{self._key}/{alarm}"
     waits, seconds = self.look()

@@ -1,21 +1,10 @@
 """A MultiWorkerMirroredStrategy that reports errors instead of hanging.
 
-TensorFlow's own code does the training. The class here adds three things:
-
-- It checks TF_CONFIG. TensorFlow does not, and hangs if an index is wrong.
-- It raises an error if a worker does not start in time, or if a worker is stuck
-  while the others wait in a step.
-- It makes Keras 3's `fit` work.
-
 TensorFlow's worker 0 waits for the others without a time limit, in a call that
-nothing can interrupt. Therefore worker 0 starts only when all other workers
-accept connections:
+nothing can interrupt. So worker 0 starts when all others accept connections:
 
     worker 1, 2, ...   accept connections ──▶ register, or time out
     worker 0           wait for all others ─▶ start, accept registrations
-
-If a worker is lost in the meantime, the processes of the other workers print
-their stack traces and exit.
 """
 
 import contextlib
@@ -207,7 +196,7 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def check_tf_config(text: str | None) -> None:
-  """Raises `ValueError` unless `text` is a usable TF_CONFIG."""
+  """Raises `ValueError` for a TF_CONFIG with which TensorFlow would hang."""
   with errors.naming_tf_config():
     config = json.loads(text or "{}")
     if not config.get("cluster"):
@@ -229,10 +218,7 @@ def check_tf_config(text: str | None) -> None:
 
 @contextlib.contextmanager
 def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
-  """Limits how long TensorFlow's strategy waits for workers.
-
-  Construct the strategy inside this context.
-  """
+  """Limits the wait for workers in the constructor of TensorFlow's strategy."""
   tasks = agreement.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
   job_and_index = (resolver.task_type, int(resolver.task_id or 0))
   mine = [task for task in tasks if task[:2] == job_and_index]
@@ -293,7 +279,6 @@ def _silent_tasks(
 def _missing(
   waiting: agreement.Task, missing: Sequence[agreement.Task], timeout: float
 ) -> errors.MissingWorkerError:
-  """Returns the error for workers that did not start."""
   me, *names = map(agreement.name, (waiting, *missing))
   return errors.MissingWorkerError(
     f"{me} waited {timeout:g} s for {', '.join(names)} to start. Read its"
