@@ -1,13 +1,7 @@
 """`BackupAndRestore`: backups during `fit`, from which a later `fit` resumes.
 
 `fit` can only begin at the start of an epoch. To resume in the middle of one,
-it reads the epoch from the beginning and skips the batches that were trained
-before the backup was made. While it skips, `model.train_function` is replaced
-by a function that draws batches and does not train on them, except the first:
-Keras creates its metrics in a step. The backup is then restored again:
-
-    fit ─▶ data ─▶ model.train_function ─▶ callbacks, BackupAndRestore last
-                   this package's, while it skips
+`model.train_function` draws batches at first, and does not train on them.
 """
 
 import itertools
@@ -272,11 +266,8 @@ class BackupAndRestore(group_callback.GroupCallback):
       )
 
   def _warn_if_shuffled(self) -> None:
-    """Warns if a resumed `fit` would differ because it sees other batches.
-
-    It does not differ for backups at the end of each epoch of one model: the
-    next epoch is shuffled anyway.
-    """
+    """Warns if a resumed `fit` would differ because it sees other batches."""
+    # Backups at the end of an epoch are safe: the next one is shuffled anyway.
     in_epoch = self._every != "epoch" or self._watch.is_needed
     if not (in_epoch and self._files.is_first and keras_fit.shuffles_arrays()):
       return
@@ -288,10 +279,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     )
 
   def _end_batch(self, batch: int, logs: Any = None) -> None:
-    """Does what `on_epoch_end` does, after each call of the training function.
-
-    With `steps_per_execution`, one call trains several batches.
-    """
+    """Makes a backup if one is due, after a call of the training function."""
     must_exit, is_backup_due = self._watch.compare()
     if not self.is_skipping_batches:
       count = keras_fit.batches_per_call(self.model)
@@ -330,16 +318,9 @@ class BackupAndRestore(group_callback.GroupCallback):
     self._watch.restart_clock()
 
   def _skip(self, path: epath.Path, batches: int) -> None:
-    """Makes `fit` skip the first batches of the epoch.
-
-    Batches are drawn from the data as for training, whatever kind of data it
-    is. The first batch is trained on, since Keras creates its metrics only
-    then; the backup is then restored again, which undoes that step and sets the
-    metrics.
-    """
+    """Makes `fit` draw the first batches of an epoch, not train on them."""
     model = self.model
-    # A `fit` that failed may have left this package's function: create Keras'
-    # own.
+    # A `fit` that failed may have left our function: create Keras' own.
     model.make_train_function(force=True)
     train = model.train_function
     same_fit = self.same_fit()
@@ -366,6 +347,7 @@ class BackupAndRestore(group_callback.GroupCallback):
             " `steps_per_execution` as before."
           )
         if not done:
+          # Keras creates its metrics in a step. The backup undoes the step.
           train(iterator)
           self._restore_metrics(path)
           logs = model.get_metrics_result()
@@ -382,15 +364,13 @@ class BackupAndRestore(group_callback.GroupCallback):
     model.train_function = skip_batch
 
   def _restore_metrics(self, path: epath.Path) -> None:
-    """Restores a backup again, together with the metrics of its epoch.
-
-    If the size of the groups has changed since, the metrics start from zero.
-    """
+    """Restores a backup again, together with the metrics of its epoch."""
     optimizer = self.model.optimizer
     restored = checkpoint.restore_file(path, optimizer, self.model)
     copies = self.state_of_groups(with_optimizer=True).copies
     for key, variable in _metric_variables(self.model).items():
       here = copies.here(variable)
+      # If the size of the groups has changed, the metrics start again.
       values = [np.zeros_like(copy) for copy in here]
       if restored.is_exact and key in restored.arrays:
         values = [restored.arrays[key][r] for r in copies.engine.local_replicas]

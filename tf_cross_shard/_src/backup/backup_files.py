@@ -1,7 +1,4 @@
-"""The backups in one folder, which all workers see.
-
-The first worker writes one file for each backup, and all workers read it.
-"""
+"""The backups in one folder: the first worker writes them, all workers read."""
 
 import re
 import secrets
@@ -20,24 +17,12 @@ _PARTIAL: Final = ".partial"  # The suffix of files that are not backups yet.
 
 
 class BackupFiles:
-  """The backups in a folder.
-
-  All workers call the methods.
-
-  Attributes:
-    folder: The folder.
-    is_first: Whether this worker is the first one, or the only one.
-  """
+  """The backups in a folder. All workers call the methods."""
 
   def __init__(
     self, folder: epath.Path, strategy: tf.distribute.Strategy
   ) -> None:
-    """Creates the folder, and deletes incomplete files in it.
-
-    Raises:
-      CheckpointError: If the workers do not see the same folder.
-      OSError: If the folder cannot be created.
-    """
+    """Creates the folder, and deletes incomplete files in it."""
     self.folder = folder
     self._workers = agreement.of_strategy(strategy)
     self.is_first = self._workers is None or self._workers.index == 0
@@ -116,9 +101,6 @@ class BackupFiles:
 
 
 def _place(path: epath.Path) -> Any:
-  """Returns how many epochs are complete, and batches of the next one.
-
-  The result is None if the file is no backup.
-  """
+  """Returns how many epochs are complete, and batches; None for other files."""
   match = _NAME.fullmatch(path.name)
   return match and (int(match[1]), int(match[2] or 0))

@@ -5,9 +5,8 @@ have to act after the same batch, so they compare what they know:
 
 every worker ── SIGTERM? backup old? time passed ──▶ all-gather ──▶ one decision
 
-TensorFlow's `tf.distribute.experimental.TerminationConfig` cannot do this on
-its own: the functions that ask a cloud are private, and `PreemptionWatcher`
-knows Google's own TPUs only.
+TensorFlow's `tf.distribute.experimental.TerminationConfig` cannot do this: the
+functions that ask a cloud are private, and `PreemptionWatcher` knows TPUs only.
 """
 
 import math
@@ -28,17 +27,10 @@ _MAX_BATCHES_BETWEEN: Final = 100
 
 
 class PreemptionMonitor:
-  """Watches for SIGTERM and for the age of the last backup.
-
-  Attributes:
-    is_needed: Whether there is anything to watch.
-  """
+  """Watches for SIGTERM and for the age of the last backup."""
 
   def __init__(self, on_preemption: bool, seconds: float | None) -> None:
-    """Sets whether to watch for SIGTERM, and the oldest age of a backup.
-
-    The age is in seconds. None means that backups do not become too old.
-    """
+    """Takes the greatest age of a backup in seconds, or None for any age."""
     self._catches_signal = on_preemption
     self.is_needed = self._catches_signal or seconds is not None
     self._seconds = math.inf if seconds is None else seconds
@@ -57,30 +49,18 @@ class PreemptionMonitor:
         self._previous = handler or signal.SIG_DFL
 
   def end(self) -> None:
-    """Restores the program's own handler of SIGTERM, when `fit` ends.
-
-    A signal that arrived after the last comparison is sent again, so that the
-    program's own handler receives it.
-    """
+    """Restores the program's own handler of SIGTERM, when `fit` ends."""
     if self._previous is not None:
       signal.signal(signal.SIGTERM, self._previous)
       self._previous = None
-      if self._is_caught:
+      if self._is_caught:  # After the last comparison: the program gets it.
         os.kill(os.getpid(), signal.SIGTERM)
 
   def restart_clock(self) -> None:
     self._saved = time.monotonic()
 
   def compare(self, is_epoch_end: bool = False) -> tuple[bool, bool]:
-    """Returns whether to exit, and whether the last backup is too old.
-
-    All workers call this method after each batch and epoch, and all receive
-    the same answer. Workers communicate about once a second and at the end of
-    each epoch; in between, both answers are False. The interval is a number of
-    calls, because all workers count calls alike. It is computed from the time
-    of the slowest worker. A program with a single process compares in every
-    call.
-    """
+    """Returns whether to exit, and to back up; the same on all workers."""
     self._calls += 1
     if not self.is_needed or (self._calls < self._due and not is_epoch_end):
       return False, False
@@ -90,6 +70,8 @@ class PreemptionMonitor:
     count = len(self._copies.engine.local_replicas)
     rows = self._copies.gather([np.array(flags, np.int64)] * count)
     if self._copies.workers is not None:
+      # Compare about once a second, by the time of the slowest worker. Count
+      # calls until then, because all workers count calls alike.
       slowest = max(int(row[2]) for row in rows)
       calls = (self._calls - self._last) * _PAUSE / slowest
       self._due = self._calls + min(max(1, int(calls)), _MAX_BATCHES_BETWEEN)
