@@ -1,24 +1,10 @@
 """DiLoCo: groups train independently and synchronize every H steps.
 
-    group 0   θ ── H steps ──▶ θ_0 ─┐
-                                    ├─▶ Δ = mean over the groups of (θ - θ_i)
-    group 1   θ ── H steps ──▶ θ_1 ─┘
+group 0   θ ── H steps ──▶ θ_0 ─┐
+                                ├─▶ Δ = mean over the groups of (θ - θ_i)
+group 1   θ ── H steps ──▶ θ_1 ─┘
 
-    θ = OuterOpt(θ, Δ);  θ_0 = θ_1 = θ
-
-`OuterOptimizer` decides when groups synchronize, and checks that all of them
-start from equal weights. `_State` has the anchor θ, and takes the step that
-moves it. The outer optimizer is also a CrossShardOptimizer. Its groups connect
-the groups of the user: where replicas `[[0, 1], [2, 3]]` train together, the
-outer optimizer averages over `[[0, 2], [1, 3]]`.
-
-References:
-  Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
-  Models, 2023 (arXiv 2311.08105), Algorithm 1.
-  Stich, Local SGD Converges Fast and Communicates Little, 2018 (arXiv
-  1805.09767): the special case with SGD(1.0) as the outer optimizer.
-  Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018 (arXiv
-  1808.07217): post-local SGD, which is local SGD after a synchronous warm-up.
+θ = OuterOpt(θ, Δ);  θ_0 = θ_1 = θ
 """
 
 import functools
@@ -101,6 +87,14 @@ class OuterOptimizer(group_callback.GroupCallback):
   `replica_state.save` and `restore` include the anchor, the state of the outer
   optimizer and the number of steps. Call `build` or `fit` before you save or
   restore.
+
+  References:
+    Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
+    Models, 2023 (arXiv 2311.08105), Algorithm 1.
+    Stich, Local SGD Converges Fast and Communicates Little, 2018 (arXiv
+    1805.09767): the special case with SGD(1.0) as the outer optimizer.
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018 (arXiv
+    1808.07217): post-local SGD, which is local SGD after a synchronous warm-up.
   """
 
   _supports_tf_logs = True  # so that tf_keras does not convert the logs
@@ -313,10 +307,7 @@ def _check_weights_are_equal(
 
 
 def _find_optimizer_with_groups(optimizer: Any) -> CrossShardOptimizer:
-  """Returns the CrossShardOptimizer within an optimizer.
-
-  Raises an error unless there is one, and it has several groups.
-  """
+  """Returns the CrossShardOptimizer in an optimizer; it has several groups."""
   all_nested = [
     nested
     for nested in nested_lib.nested_optimizers(optimizer)
@@ -342,14 +333,10 @@ def _make_outer_optimizer(
   outer: Optimizer | str | None,
   wire_dtype: str | tf.DType | None = None,
 ) -> CrossShardOptimizer:
-  """Wraps a copy of the outer optimizer; the copy averages over the groups.
-
-  `optimizer` trains the groups. `outer` is an optimizer of the same Keras, or
-  its name; None for the optimizer of the DiLoCo paper.
-  """
+  """Wraps a copy of the outer optimizer; the copy averages over the groups."""
   pipeline = optimizer_state.pipeline_of(optimizer)
   keras = sys.modules[pipeline.wrapped.package].optimizers
-  if outer is None:
+  if outer is None:  # The outer optimizer of the paper.
     outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
   with pipeline.engine.making_variables():
     copied: Optimizer = keras.get(outer)
@@ -376,18 +363,12 @@ def _make_outer_optimizer(
 
 
 def _across(groups: groups_lib.Groups) -> groups_lib.Groups:
-  """Returns groups with one member of each of the given groups.
-
-  >>> _across(groups_lib.contiguous(4, 2)).to_lists()
-  [[0, 2], [1, 3]]
-
-  Floating-point sums of three or more terms depend on their order, which is the
-  order of the replicas. If that order visits the given groups differently in
-  two of the new groups, members of a given group would receive different bits.
-  In that case all replicas form one group, which has the same mean.
-  """
+  """Returns groups across groups: [[0, 2], [1, 3]] for [[0, 1], [2, 3]]."""
   rows = [sorted(row) for row in zip(*map(sorted, groups), strict=True)]
   orders = {tuple(map(groups.index_of, row)) for row in rows}
+  # Sums of three or more terms depend on the order of the replicas. If two of
+  # the new groups visit the given groups in different orders, the members of a
+  # given group would get different bits. One group of all has the same mean.
   if groups.num_groups > 2 and len(orders) > 1:
     return groups_lib.contiguous(groups.num_replicas, groups.num_replicas)
   return groups_lib.Groups(tuple(map(tuple, rows)))
@@ -398,11 +379,7 @@ def _make_step(
   anchors: Sequence[Variable],
   weights: Sequence[Variable],
 ) -> Callable[[], Any]:
-  """Returns a function that takes one outer step on all replicas.
-
-  The function returns a boolean for each replica: whether the outer gradient
-  was finite. If it was not, the step changes nothing on any replica.
-  """
+  """Returns a function that takes an outer step, unless Δ is not finite."""
   engine = optimizer_state.pipeline_of(outer).engine
   with engine.making_variables():
     outer.build(anchors)
@@ -431,15 +408,7 @@ def _make_step(
 
 
 class _State:
-  """Everything that an OuterOptimizer keeps for one model.
-
-  Attributes:
-    trained_by: The optimizer that trains the groups.
-    weights: θ_i, the model's trained variables; each group has its own values.
-    anchors: θ, one variable for each weight, with equal values on all replicas.
-    optimizer: The outer optimizer, which `_make_outer_optimizer` returned.
-    calls: How often `apply_gradients` was called: an int64 variable.
-  """
+  """Everything that an OuterOptimizer keeps for one model."""
 
   def __init__(
     self,
@@ -449,17 +418,13 @@ class _State:
     *,
     has_warmup: bool,
   ) -> None:
-    """Creates the variables, with the weights as the first anchor.
-
-    All groups have equal weights. If `has_warmup`, this also creates the
-    optimizer of the warm-up.
-    """
+    """Creates the variables, with the weights as the first anchor."""
     self.trained_by = trained_by
-    self.weights = list(weights)
+    self.weights = list(weights)  # θ_i
     self.optimizer = optimizer
     pipeline = optimizer_state.pipeline_of(trained_by)
     with pipeline.engine.making_variables():
-      self.anchors = [
+      self.anchors = [  # θ
         pipeline.wrapped.make_variable(
           tf.convert_to_tensor(weight), f"anchor{i}"
         )
@@ -481,20 +446,14 @@ class _State:
     pipeline.attached = (self.calls, *self.anchors, *outer_variables)
 
   def count(self, calls: int) -> tuple[int, int]:
-    """Counts calls of `apply_gradients`.
-
-    Returns how many steps were complete before these calls, and are now.
-    """
+    """Counts calls. Returns how many steps were complete before and after."""
     before = int(self.calls.numpy())
     self.calls.assign_add(calls)
     window = optimizer_state.pipeline_of(self.trained_by).calls_per_step
     return before // window, (before + calls) // window
 
   def synchronize(self, is_warmup: bool) -> bool:
-    """Moves the anchor, and all groups to it: to their mean in the warm-up.
-
-    Returns whether the outer gradient was finite. If not, nothing changes.
-    """
+    """Moves the anchor and all groups to it; returns whether Δ was finite."""
     is_finite = self._averaging_step() if is_warmup else self._outer_step()
     # Otherwise you would get a warning that something made the groups equal.
     group_state.accept_values(self.trained_by)
@@ -503,16 +462,13 @@ class _State:
     return bool(strategy.experimental_local_results(is_finite)[0])
 
   def restart_from_weights(self) -> None:
-    """Makes the weights the anchor if all groups have the same weights.
-
-    Groups that are equal between two outer steps were set by something else,
-    say by a checkpoint. Without a new anchor, the outer optimizer would take
-    that change for a gradient. Where groups differ, nothing happens.
-    """
+    """Makes the weights the anchor if all groups have the same weights."""
     copies = replicas_lib.Copies(
       optimizer_state.pipeline_of(self.trained_by).engine.strategy
     )
     copies.compare_workers("the anchor of an OuterOptimizer")
+    # Groups that are equal between two outer steps were set by something else,
+    # say by a checkpoint. The outer optimizer would take that for a gradient.
     if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
       for anchor, weight in zip(self.anchors, self.weights, strict=True):
         copies.write(anchor, copies.here(weight))
