@@ -1,10 +1,7 @@
-"""Checkpoint files: named arrays with checksums, replaced atomically.
+"""Checkpoint files: `.npz` files of named arrays, replaced atomically.
 
-A checkpoint is an `.npz` file of NumPy. The zip container has a checksum for
-each array, so a damaged file is detected before any value is used. Arrays
-of dtypes that NumPy lacks (bfloat16, float8) are stored as unsigned integers of
-the same size. One more entry, in JSON, names the dtypes of the arrays and
-describes the contents of the file.
+The zip container has a checksum for each array. An entry in JSON, `about`,
+names the dtypes, of which NumPy lacks some, and describes the contents.
 """
 
 import contextlib
@@ -41,10 +38,7 @@ class CheckpointError(ValueError):
 def write(
   path: epath.Path, arrays: Mapping[str, Array], about: Mapping[str, Any]
 ) -> None:
-  """Writes a file atomically: a crash leaves the previous file unchanged.
-
-  `about` describes the file, in values that JSON can encode.
-  """
+  """Writes a file atomically. `about` describes it, in values for JSON."""
   if paths_lib.is_local(path):
     # Replace the target of a symbolic link, not the link.
     path = epath.Path(os.path.realpath(path))
@@ -77,11 +71,8 @@ def write(
 
 
 def is_complete(path: epath.Path) -> bool:
-  """Returns whether a file was written to its end.
-
-  Local files always are, since their rename is atomic.
-  """
-  if paths_lib.is_local(path):
+  """Returns whether a file was written to its end."""
+  if paths_lib.is_local(path):  # Its rename is atomic.
     return True
   with paths_lib.reading(path) as file:
     is_long = path.stat().length >= _SHORTEST_ZIP
@@ -89,13 +80,7 @@ def is_complete(path: epath.Path) -> bool:
 
 
 class Archive(Mapping[str, Array]):
-  """The arrays of a checkpoint file, each of which is read on access.
-
-  Attributes:
-    path: The file.
-    about: The description that was passed to `write`.
-    checksum: A checksum of the whole contents.
-  """
+  """The arrays of a checkpoint file, each of which is read on access."""
 
   def __init__(
     self, path: epath.Path, entries: Any, container: zipfile.ZipFile
@@ -123,12 +108,7 @@ class Archive(Mapping[str, Array]):
 
 @contextlib.contextmanager
 def reading(path: epath.Path) -> Iterator[Archive]:
-  """Opens a file for reading, after all checksums were verified.
-
-  Raises:
-    CheckpointError: If the file is damaged.
-    OSError: If the file cannot be opened.
-  """
+  """Opens a file for reading, after all checksums were verified."""
   with contextlib.ExitStack() as stack:
     try:
       file = stack.enter_context(paths_lib.reading(path))
@@ -151,13 +131,10 @@ def reading(path: epath.Path) -> Iterator[Archive]:
 
 @contextlib.contextmanager
 def naming_damage(path: epath.Path, *others: type[Exception]) -> Iterator[None]:
-  """Turns errors except `others` into a `CheckpointError` that names the file.
-
-  A wrong byte in a file makes zipfile, NumPy or json raise errors of any class.
-  """
+  """Turns errors but `others` into a `CheckpointError` that names the file."""
   try:
     yield
-  except Exception as error:
+  except Exception as error:  # A wrong byte can raise an error of any class.
     if isinstance(error, (CheckpointError, *others)):
       raise
     raise CheckpointError(

@@ -1,8 +1,7 @@
 """Files and folders, on a local disk or on `gs://`, as `epath.Path`.
 
 `etils.epath` opens `gs://` through `tf.io.gfile`, whose errors are no `OSError`
-and whose files cannot seek while they are written. The functions here make up
-for both. Local files are also synchronized with the disk.
+and whose files cannot seek while they are written.
 """
 
 import contextlib
@@ -25,15 +24,7 @@ _NUMBERS: Final = {
 
 
 def as_path(path: Any, argument: str = "path") -> epath.Path:
-  """Converts a user's path.
-
-  >>> as_path("gs://bucket/run/") / "step_1.npz"
-  PosixGPath('gs://bucket/run/step_1.npz')
-
-  Raises:
-    TypeError: If `path` is neither a string nor a path.
-    ValueError: If `path` is empty, or a URL that `epath` cannot open.
-  """
+  """Converts a user's path, or raises an error that names the argument."""
   if not isinstance(path, (str, os.PathLike)):
     raise TypeError(
       f"`{argument}` must be a string or a path; got {type(path).__name__}. Use"
@@ -93,14 +84,12 @@ def writing(path: epath.Path) -> Iterator[Any]:
       os.fsync(local.fileno())
     return
   with as_os_errors(path), path.open("wb") as file:
+    # The file of `tf.io.gfile` says that it can seek while it writes.
     yield _Stream(file)
 
 
 class _Stream:
-  """A file that zipfile writes from start to end, since it has no `tell`.
-
-  The file of `tf.io.gfile` says that it can seek while it writes, but cannot.
-  """
+  """A file that zipfile writes from start to end, since it has no `tell`."""
 
   read = None  # NumPy takes an object without `read` for a path.
 

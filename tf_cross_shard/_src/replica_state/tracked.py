@@ -1,7 +1,6 @@
 """Finds all optimizers that a model tracks, whatever holds them.
 
-Keras knows one optimizer of a model, `model.optimizer`. A GAN keeps its
-optimizers in attributes, lists or dictionaries, or in compiled models inside.
+Keras knows `model.optimizer`. A GAN keeps its optimizers elsewhere.
 """
 
 import dataclasses
@@ -58,11 +57,7 @@ def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
 def trained(
   optimizer: Any, model: Any, names: dict[int, str]
 ) -> dict[str, list[str] | None]:
-  """Returns the names of the variables that each built optimizer trains.
-
-  None for an optimizer that does not tell. `names` has the names of the model's
-  variables by `id`. The result is empty if there is one optimizer.
-  """
+  """Returns which variables each built optimizer trains, if it tells."""
   every = optimizers(optimizer, model)
   if len(every) == 1:
     return {}
@@ -70,6 +65,7 @@ def trained(
   for path, each in every.items():
     keys = [id(replicas_lib.native(v)) for v in trained_by(each)]
     if nested_lib.is_built(each):
+      # Not every optimizer tells what it trains.
       is_known = bool(keys) and names.keys() >= set(keys)
       found[path] = [names[key] for key in keys] if is_known else None
   return found
@@ -81,10 +77,7 @@ def build(
   saved: dict[str, list[str] | None],
   variables: dict[str, Any],
 ) -> None:
-  """Builds the optimizers that were built when `saved` was written.
-
-  `saved` is what `trained` returned; `variables` are the model's, by name.
-  """
+  """Builds the optimizers that were built when `trained` returned `saved`."""
   every = optimizers(optimizer, model)
   for path, names in saved.items():
     each = every.get(path)
@@ -102,10 +95,7 @@ def build(
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-  """Returns the whole variables that an optimizer is built on.
-
-  The list is empty for an optimizer that does not tell.
-  """
+  """Returns the whole variables that an optimizer is built on, if it tells."""
   for nested in nested_lib.nested_optimizers(optimizer):
     wrapped = wrapped_lib.find(nested)
     variables = list(
