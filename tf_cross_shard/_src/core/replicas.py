@@ -1,12 +1,8 @@
 """Reads and writes each replica's copy of a variable, on the host.
 
-A process reads the copies of its own replicas directly. It gathers the copies
-in other processes as int32 words, so that values of any dtype arrive with the
-same bits:
-
-    worker 0   [ words of its replicas ] ─┐
-                                          ├─ all-gather ─▶ all words, on every
-    worker 1   [ words of its replicas ] ─┘                worker
+worker 0   [ words of its replicas ] ─┐
+                                      ├─ all-gather ─▶ all words, on every
+worker 1   [ words of its replicas ] ─┘                worker
 """
 
 import hashlib
@@ -49,10 +45,7 @@ def strategy_of(variable: Variable) -> tf.distribute.Strategy | None:
 
 
 def is_between_steps() -> bool:
-  """Returns whether this code can read the values of all replicas.
-
-  It can when executing eagerly in the cross-replica context.
-  """
+  """Returns whether this code can read the values of all replicas."""
   return tf.executing_eagerly() and (
     not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context()
   )
@@ -74,14 +67,9 @@ def are_alike(arrays: Iterable[Array]) -> bool:
 
 
 class Copies:
-  """Gives access to the copies that a strategy's replicas have of variables.
+  """Reads and writes the copies that a strategy's replicas have of variables.
 
-  On several machines, all workers must call each method with the same
-  arguments. The exceptions are `here` and `write`, which do not communicate.
-
-  Attributes:
-    engine: The engine of the strategy.
-    workers: The workers that train together; None if there is only one.
+  All workers call each method alike, except `here` and `write`.
   """
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -95,19 +83,13 @@ class Copies:
     return self.workers is None or self.workers.index == 0
 
   def compare_workers(self, topic: str, lines: Sequence[str] = ()) -> None:
-    """Raises an error on all workers unless all call this with equal `lines`.
-
-    Errors name the `topic`.
-    """
+    """Raises an error unless all workers call this with equal `lines`."""
     agreement.compare_workers(self.workers, topic, lines)
 
   def here(
     self, variable: Variable, places: Iterable[int] | None = None
   ) -> list[Array]:
-    """Returns the copies that the replicas of this process have.
-
-    Reads only those at `places` in the list if this is given.
-    """
+    """Returns the copies of this process's replicas, or those at `places`."""
     whole_copies = getattr(native(variable), "whole_copies", None)
     if whole_copies is not None:  # A sharded slot, or a stack of all copies.
       arrays = whole_copies()
@@ -147,10 +129,7 @@ class Copies:
     return [copies[replica] for replica in replicas]
 
   def digests(self, variables: Sequence[Variable]) -> list[list[bytes]]:
-    """Returns a hash of each copy: for each variable, one for each replica.
-
-    Two copies with the same digest have the same bits.
-    """
+    """Returns a hash of each copy: for each variable, one for each replica."""
     digests_here = [
       [
         hashlib.blake2b(array.tobytes(), digest_size=_DIGEST).digest()
@@ -170,14 +149,11 @@ class Copies:
     ]
 
   def gather(self, here: Sequence[Array]) -> list[Array]:
-    """Returns the arrays of all replicas; `here` are those of this process.
-
-    The arrays of all replicas have the same dtype and shape.
-    """
+    """Returns the arrays, alike in shape, of all replicas."""
     engine = self.engine
     if len(engine.local_replicas) == engine.num_replicas:
       return list(here)
-    words = _to_words(here)
+    words = _to_words(here)  # int32, so that all dtypes arrive with their bits.
     chunks = [np.zeros([engine.num_replicas, 0], np.int32)]
     for start in range(0, words.shape[1], _MOST_WORDS):
       chunk = tf.constant(words[:, start : start + _MOST_WORDS])
@@ -214,10 +190,7 @@ def _pad_rows(array: Array, rows: int) -> Array:
 # At module level, so that it is traced once and not in every call.
 @tf.function(autograph=False, reduce_retracing=True)
 def _gather_words(strategy: tf.distribute.Strategy, words: tf.Tensor) -> Any:
-  """Gathers rows; each replica returns the rows of all, concatenated.
-
-  `words` is `[replicas here, n]`: one row for each replica of this process.
-  """
+  """Gathers rows; each replica returns the rows of all, concatenated."""
   engine = reduce.for_strategy(strategy)
 
   def gather_own() -> tf.Tensor:

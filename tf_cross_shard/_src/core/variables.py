@@ -1,12 +1,8 @@
 """Finds the variables of TensorFlow and Keras, and their names.
 
-One weight can appear as several objects:
-
     keras.Variable ── .value ──▶ tf.Variable under a strategy ──▶ copy 0, 1, ...
 
-Optimizers know one of the first two. Tapes and graphs may report the whole
-variable or one replica's copy. The names that Keras generates contain numbers,
-which may differ between two programs that train the same model.
+Optimizers know one of the first two; tapes and graphs report one of the others.
 """
 
 import contextlib
@@ -43,27 +39,20 @@ def native(variable: Variable) -> Variable:
 
 
 def distributed(variable: Variable) -> Variable:
-  """Returns the variable that holds the copies of all replicas.
-
-  Graphs and tapes may report the copy of one replica, but optimizers know the
-  whole. A variable without copies is returned unchanged.
-  """
+  """Returns the variable that holds the copies of all replicas."""
   return tf.distribute.get_strategy().extended.value_container(native(variable))
 
 
 @tf.autograph.experimental.do_not_convert
 def read_by_graph() -> list[Variable]:
-  """Returns the trainable variables that the traced graph has read so far.
-
-  They are in the order of their creation, as on a tape. All replicas need the
-  same order: gradients are summed by position, and slots are found by position.
-  """
+  """Returns the trainable variables that the traced graph has read so far."""
   if not tf.inside_function():
     return list(tf.compat.v1.trainable_variables())
   # The public `trainable_variables` of a function is empty during tracing.
   graph = tf.compat.v1.get_default_graph()
   watched = graph._watched_variables  # noqa: SLF001
   trainable = [variable for variable in watched if variable.trainable]
+  # All replicas need the same order: gradients are summed by position.
   return sorted(trainable, key=_creation_order)
 
 
@@ -81,13 +70,10 @@ def path_of(variable: Variable) -> str:
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-  """Renumbers the names that Keras generated, from 0 in their order.
-
-  Keras numbers a layer by how many layers of its class the program has created
-  before. That number may differ between workers that train the same model, for
-  example if the chief has created a second model for evaluation. The order of
-  the numbers is the same. Names that the user chose are kept.
-  """
+  """Renumbers the names that Keras generated, from 0 in their order."""
+  # Keras numbers a layer by how many of its class the program has created. The
+  # numbers differ between workers, for example if only the chief has a second
+  # model for evaluation, but not their order. The user's names are kept.
   automatic = _automatic_names()
   numbers: dict[str, set[int]] = {}
   for name in names:
@@ -112,6 +98,7 @@ def _split(name: str, automatic: Set[str]) -> Iterator[tuple[str, int]]:
   for part in name.split("/"):
     match = _NUMBERED.fullmatch(part)
     assert match is not None  # The expression matches any line.
+    # Keras' Bidirectional puts these words before the name of a layer.
     kind = match[1].removeprefix("forward_").removeprefix("backward_")
     if match[2] and kind.replace("_", "").lower() in automatic:
       yield match[1], int(match[2])
@@ -120,11 +107,7 @@ def _split(name: str, automatic: Set[str]) -> Iterator[tuple[str, int]]:
 
 
 def _automatic_names() -> set[str]:
-  """Returns the names that Keras generates, without "_" and numbers.
-
-  Keras names an object after its class. The layer `Bidirectional` also puts
-  "forward_" or "backward_" before the name.
-  """
+  """Returns the names that Keras generates, without "_" and numbers."""
   found = {"variable", "seedgenerator"}
   kinds: list[type[Any]] = []
   for package in ("keras", "tf_keras"):

@@ -1,11 +1,7 @@
 """Checks the versions of TensorFlow and Keras when the package is imported.
 
-With an unsupported Keras, a program does not fail, but trains wrongly. Before
-version 3.8, gradients in custom loops are not reduced at all, or `fit` does not
-divide the loss by the number of replicas. Keras 3.8 and 3.9 do not tell the
-optimizer of the loss scale of `mixed_float16`. Importing this package with such
-a version therefore raises an error. The check looks at the Keras that
-`tf.keras` refers to.
+With an older Keras, a program would not fail, but train wrongly: no reduction
+in a loop, losses that `fit` does not divide, no loss scale of `mixed_float16`.
 """
 
 import contextlib
@@ -98,10 +94,7 @@ def needing_private_modules(name: str) -> Iterator[None]:
 def _check_new_enough(
   name: str, module: Any, oldest: str, remedy: str = ""
 ) -> None:
-  """Raises `ImportError` if a package is older than a version.
-
-  `remedy` is the command that installs a newer version, if it is unusual.
-  """
+  """Raises `ImportError` if a package is older than a version."""
   number = module.__version__
   if version.Version(number) < version.Version(oldest):
     remedy = remedy or f"pip install --upgrade '{module.__name__}>={oldest}'"
