@@ -1,10 +1,7 @@
 """Checks that all workers run the same program, before they run collectives.
 
-TensorFlow pairs the collectives of workers only by their keys and their order.
-A collective that some workers do not enter waits forever, and a collective that
-fails breaks every later one in the process. Workers therefore first compare
-lines of text that say what they are about to do. This exchange has a time
-limit, and its errors can name the difference.
+A collective that some workers do not enter waits forever, and one that fails
+breaks every later one in the process. So workers compare lines of text first:
 
     every worker ── digest of its lines ──▶ store ──▶ every worker
     only if the digests differ:
@@ -56,14 +53,7 @@ _rounds: Final = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-  """The workers that train together.
-
-  Attributes:
-    names: The workers' names in errors, in the order of their replicas.
-    index: The number of this process' worker.
-    timeout: How many seconds to wait for other workers.
-    step_timeout: How many seconds to wait for other workers in a step.
-  """
+  """The workers that train together, in the order of their replicas."""
 
   names: tuple[str, ...]
   index: int
@@ -137,11 +127,7 @@ def _seconds(strategy: Any, name: str, variable: str, default: float) -> float:
 def compare_workers(
   workers: Workers | None, topic: str, lines: Sequence[str] = ()
 ) -> None:
-  """Raises the same error on all workers unless all have the same lines.
-
-  All workers must make the same calls in the same order. Errors name the
-  `topic`.
-  """
+  """Raises the same error on all workers unless all have the same lines."""
   if workers is None:
     return
   text = "\n".join(
@@ -185,15 +171,7 @@ def compare_workers(
 def exchange(
   workers: Workers, topic: str, text: str, extra_timeout: float = 0.0
 ) -> list[str]:
-  """Sends a text to all workers, and returns the texts in the workers' order.
-
-  All workers must make the same calls in the same order. Errors name the
-  `topic`. It waits for `extra_timeout` seconds beyond the workers' timeout.
-
-  Raises:
-    MissingWorkerError: If a worker does not send its text in time.
-    WorkerLostError: If a worker ended.
-  """
+  """Sends a text to all workers; returns the texts in the workers' order."""
   _register_end(workers.index, len(workers.names))
   key = f"round/{next(_rounds)}"
   key_value_store.put(f"{key}/{workers.index}", text)
@@ -239,12 +217,9 @@ def exchange(
 
 @functools.cache
 def _register_end(index: int, count: int) -> None:
-  """Makes the first worker, whose process has the store, end last.
+  """Makes the first worker, whose process has the store, end last."""
 
-  In each process that outlives the store, TensorFlow logs an error about
-  heartbeats, although the program succeeded.
-  """
-
+  # TensorFlow would log an error about heartbeats in the other processes.
   def end() -> None:
     with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
       if index:
@@ -270,11 +245,7 @@ def _mark_as_done(key: str, index: int) -> None:
 
 
 def _wait_until_done(key: str, others: Iterable[int], limit: float) -> None:
-  """Waits until other workers have ended an exchange.
-
-  The store is in the first worker's process. The first worker must not end
-  before the other workers have read the values that they need.
-  """
+  """Makes the first worker keep the store until others have read from it."""
   deadline = time.monotonic() + limit
   for index in others:
     # A worker may have ended because of the texts that it read.

@@ -1,9 +1,7 @@
 """Errors about other workers, and how to find them in TensorFlow's errors.
 
-If a worker is lost, TensorFlow cancels what the other workers wait for.
-TensorFlow's error mentions only a connection, or repeats what another worker
-reported. Only many lines later does the message say which worker was lost, and
-why.
+TensorFlow's error mentions a connection, or repeats what a worker reported.
+Many lines later, the message says which worker was lost, and why.
 """
 
 import contextlib
@@ -97,11 +95,7 @@ def is_reported(text: str) -> bool:
 
 
 def from_message(text: str) -> Exception | None:
-  """Returns the error that is behind a message of TensorFlow.
-
-  It is a MissingWorkerError, DisagreementError or WorkerLostError, or None if
-  the message is not about workers.
-  """
+  """Returns the error about workers that is behind a message of TensorFlow."""
   reported = _REPORTED.search(text)
   if reported:
     is_missing = reported[1] == MissingWorkerError.__name__

@@ -1,9 +1,6 @@
 """Reads and writes the key-value store of TensorFlow's coordination service.
 
-The store is in the first worker's process, and all workers can use it. A worker
-that reads a key waits for its value until a deadline. If the worker that should
-write the value is lost, reading raises an error. A worker that is about to end
-can report an error. The workers that wait for it then raise this error.
+The store is in the first worker's process.
 """
 
 import contextlib
@@ -55,19 +52,7 @@ def wait(
   sender: int | None = None,
   reporters: Iterable[int] = (),
 ) -> str | None:
-  """Waits for the value of a key; None if it does not come in time.
-
-  Args:
-    key: The key.
-    deadline: The time, by `time.monotonic`, until which to wait.
-    sender: The number of the worker that writes the value; None if unknown.
-    reporters: The numbers of workers. If one of them reported an error, this
-      function raises it.
-
-  Raises:
-    WorkerLostError: If TensorFlow has not heard from the sender for ten
-      seconds.
-  """
+  """Waits for the value of a key; raises what `reporters` reported."""
   eager = context.context()
   lost: Exception | None = None
   while True:
