@@ -1,13 +1,7 @@
 """Groups of replicas: which replicas sum their gradients with each other.
 
-A grouping is a table of int32, `[num_groups, group_size]`. Each row is a group.
-The table holds each replica of `range(num_replicas)` exactly once:
-
-    contiguous(4, 2)   [[0, 1],      strided(4, 2)   [[0, 2],
-                        [2, 3]]                       [1, 3]]
-
-This module is plain Python. It uses no tensors, and needs no strategy except in
-`by_host`.
+contiguous(4, 2)   [[0, 1],      strided(4, 2)   [[0, 2],
+                    [2, 3]]                       [1, 3]]
 """
 
 import collections
@@ -89,14 +83,7 @@ class Groups:
     ) -> None: ...
 
   def __post_init__(self) -> None:
-    """Checks the rows and converts them to tuples.
-
-    Raises:
-      ValueError: If the table is not two-dimensional, or is ragged or empty;
-        if it contains a non-integer, an id out of range, or a replica twice;
-        if its size is not `num_replicas`; or if `names` does not contain a
-        different name for each group.
-    """
+    """Checks the rows and converts them to tuples."""
     value = self.assignment
     rows = value.assignment if isinstance(value, Groups) else _as_rows(value)
     expected = None
@@ -346,10 +333,7 @@ def _as_rows(value: Any) -> Sequence[Sequence[Any]]:
 def _group_index(
   rows: Sequence[Sequence[Any]], num_replicas: int | None, shown: object
 ) -> list[int]:
-  """Returns the row of each replica; raises `ValueError` for a bad table.
-
-  `num_replicas` is None for any number. Errors show the user's table, `shown`.
-  """
+  """Returns the row of each replica; raises `ValueError` for a bad table."""
   sizes = sorted(set(map(len, rows)))
   if sizes in ([], [0]):
     raise ValueError(

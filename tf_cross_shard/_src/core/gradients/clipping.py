@@ -1,8 +1,4 @@
-"""Clips gradients by value, by norm or by global norm; finds NaN and infinity.
-
-The functions work on the gradients of one replica, before or after they are
-summed over a group.
-"""
+"""Clips gradients by value, norm or global norm; finds NaN and infinity."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
@@ -25,29 +21,12 @@ def clip(
   keep_infinite: bool = False,
   sums_rows: bool = True,
 ) -> list[Gradient]:
-  """Clips gradients by norm, by global norm or by value.
-
-  With `g_i` the gradients and `c` the limit:
-
-      clipnorm         g_i * min(1, c / ||g_i||)
-      global_clipnorm  g_i * min(1, c / sqrt(sum_j ||g_j||^2))
-      clipvalue        min(max(g_i, -c), c)
-
-  Rows of a sparse gradient that share an index are added first, so that the
-  norm of a gradient does not depend on how it is stored. Keras does not add
-  them, except after it has clipped by a global norm.
-
-  >>> clip([tf.constant([3.0, 4.0]), None], clipnorm=1.0)[0].numpy().tolist()
-  [0.6000000238418579, 0.800000011920929]
-
-  Only the first limit that is not None has an effect. A gradient of None stays
-  None. With `keep_infinite`, `clipvalue` leaves infinite elements unclipped, so
-  that a later check finds the overflow. Without `sums_rows`, rows that share an
-  index are not added first, as in Keras.
-  """
+  """Clips gradients by the first limit that is set; None stays None."""
   limits = (clipnorm, global_clipnorm, clipvalue)
   if limits == (None, None, None):
     return list(grads)
+  # Add up rows that share an index, so that the norm of a gradient does not
+  # depend on how it is stored. Keras does not, except after a global norm.
   merged = (
     [row_sparse.merge_duplicates(g) for g in grads] if sums_rows else grads
   )
@@ -58,11 +37,11 @@ def clip(
     else grad
     for grad in merged
   ]
-  if clipnorm is not None:
+  if clipnorm is not None:  # g_i * min(1, c / ||g_i||)
     wide = [_each(grad, tf.clip_by_norm, clipnorm) for grad in wide]
   elif global_clipnorm is not None:
-    # sqrt(sum_j ||g_j||^2), which clip_by_global_norm would otherwise compute
-    # for each gradient separately.
+    # g_i * min(1, c / norm) with norm = sqrt(sum_j ||g_j||^2), which
+    # clip_by_global_norm would compute for each gradient separately.
     norm = tf.sqrt(square_of_norm(wide))
     wide = [
       grad
@@ -75,7 +54,7 @@ def clip(
       for grad in wide
     ]
     wide = [row_sparse.merge_duplicates(grad) for grad in wide]
-  elif clipvalue is not None:
+  elif clipvalue is not None:  # min(max(g_i, -c), c)
     wide = [
       _each(grad, _clip_by_value, clipvalue, keep_infinite) for grad in wide
     ]
@@ -90,16 +69,12 @@ def select(
   clipped: Sequence[Gradient],
   grads: Sequence[Gradient],
 ) -> list[Gradient]:
-  """Returns `clipped` if a condition holds, and `grads` otherwise.
-
-  Both are lists of gradients of the same variables. If the condition is a
-  tensor, rows of `grads` that share an index are added up, as in `clipped`.
-  """
+  """Returns `clipped` if a condition holds, and `grads` otherwise."""
   if isinstance(condition, bool):
     return list(clipped if condition else grads)
   selected = []
   for new, grad in zip(clipped, grads, strict=True):
-    old = row_sparse.merge_duplicates(grad)
+    old = row_sparse.merge_duplicates(grad)  # As in `clipped`.
     old = old.values if isinstance(old, tf.IndexedSlices) else old
     selected.append(_each(new, lambda x, y: tf.where(condition, x, y), old))
   return selected
@@ -115,13 +90,7 @@ def limits_of(optimizer: Any) -> dict[str, Any]:
 
 
 def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
-  """Returns the sum of the squares of all elements.
-
-  >>> float(square_of_norm([tf.constant([3.0]), None, tf.constant([4.0])]))
-  25.0
-  >>> float(square_of_norm([tf.constant([3.0 + 4.0j])]))
-  25.0
-  """
+  """Returns the sum of the squares of all elements."""
   dtype = tf.float64 if tf.float64 in map(_dtype, grads) else tf.float32
   # l2_loss is half of the sum of squares, in one pass over the elements.
   halves = [
@@ -133,13 +102,7 @@ def square_of_norm(grads: Sequence[Gradient]) -> tf.Tensor:
 
 
 def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
-  """Returns whether all elements of all gradients are finite.
-
-  >>> bool(all_finite([tf.constant([1.0, 2.0]), None]))
-  True
-  >>> bool(all_finite([tf.constant([1.0, float("inf")])]))
-  False
-  """
+  """Returns whether all elements of all gradients are finite."""
   finite = []
   for grad in grads:
     if grad is not None:
@@ -153,10 +116,7 @@ def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
 
 
 def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-  """Returns the elements of a gradient, as real numbers.
-
-  These are the rows of a sparse gradient, and magnitudes of complex elements.
-  """
+  """Returns the elements or rows of a gradient, as real numbers."""
   values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
   return tf.abs(values) if values.dtype.is_complex else values
 
@@ -166,7 +126,7 @@ def _clip_by_value(
 ) -> tf.Tensor:
   limit = row_sparse.in_dtype(limit, values.dtype)
   clipped = tf.clip_by_value(values, -limit, limit)
-  if keep_infinite:
+  if keep_infinite:  # A later check finds the overflow.
     return tf.where(tf.math.is_inf(values), values, clipped)
   return clipped
 

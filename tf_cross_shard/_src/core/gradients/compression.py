@@ -16,12 +16,7 @@ WIRE_DTYPES: Final = (tf.bfloat16, tf.float16)
 
 
 def as_wire_dtype(wire_dtype: Any) -> tf.DType | None:
-  """Returns the argument `wire_dtype` as a dtype; None stays None.
-
-  >>> as_wire_dtype("bfloat16").name
-  'bfloat16'
-  >>> as_wire_dtype(None)
-  """
+  """Returns the argument `wire_dtype` as a dtype; None stays None."""
   if wire_dtype is None:
     return None
   try:
@@ -40,14 +35,7 @@ def as_wire_dtype(wire_dtype: Any) -> tf.DType | None:
 def compress(
   tensors: Sequence[tf.Tensor], dtype: tf.DType | None
 ) -> list[tf.Tensor]:
-  """Rounds floating tensors that are wider than `dtype` to `dtype`.
-
-  Other tensors are returned unchanged.
-
-  >>> [compressed] = compress([tf.constant([1.0, 1.0001])], tf.bfloat16)
-  >>> compressed.dtype.name, tf.cast(compressed, tf.float32).numpy().tolist()
-  ('bfloat16', [1.0, 1.0])
-  """
+  """Rounds floating tensors that are wider than `dtype` to `dtype`."""
   return [
     tf.cast(tensor, dtype) if is_wider(tensor.dtype, dtype) else tensor
     for tensor in tensors
@@ -57,14 +45,7 @@ def compress(
 def decompress(
   tensors: Sequence[tf.Tensor], like: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-  """Casts tensors to the dtypes of `like`, which they had before `compress`.
-
-  >>> [wide] = decompress(
-  ...   [tf.constant([1.5], tf.bfloat16)], [tf.constant([0.0])]
-  ... )
-  >>> wide.dtype.name
-  'float32'
-  """
+  """Casts tensors to the dtypes of `like`, which they had before `compress`."""
   return [
     tensor if tensor.dtype == wide.dtype else tf.cast(tensor, wide.dtype)
     for tensor, wide in zip(tensors, like, strict=True)

@@ -1,14 +1,7 @@
 """Computes this replica's gradients of a loss.
 
-The factor that turns a sum over replicas into a mean goes into the *seed* of
-the backward pass, which is the gradient of the loss with respect to itself:
-
-    seed = factor · dL/dL = factor
-    dL/dv · seed = factor · dL/dv
-
-The result is the same as after multiplying the loss. The seed also works for a
-loss that a tape has already recorded, and the loss that the user sees does not
-change.
+A factor on the loss goes into the *seed* of the backward pass, which also works
+for a loss that a tape has recorded: dL/dv · seed = factor · dL/dv.
 """
 
 import dataclasses
@@ -30,16 +23,7 @@ Pairs = list[tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class GraphOptions:
-  """The options of `tf.gradients`, which eager execution ignores.
-
-  Attributes:
-    gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`: which gradients have
-      to exist before others are used.
-    aggregation_method: How `tf.gradients` sums the gradients of one variable.
-    colocate_gradients_with_ops: Whether a gradient is computed on the device of
-      its operation.
-    grad_loss: The gradient with respect to the loss; None for ones.
-  """
+  """The options of `tf.gradients`, which eager execution ignores."""
 
   gate_gradients: int = GATE_OP
   aggregation_method: int | None = None
@@ -63,28 +47,7 @@ def compute(
   requires_scalar: bool,
   custom_compute_gradients: Callable[..., Pairs] | None = None,
 ) -> Pairs:
-  """Computes the gradients of `scale(loss)` with respect to variables.
-
-  >>> v = tf.Variable(3.0)
-  >>> [(grad, _)] = compute(
-  ...   lambda: v * v, [v], None, lambda seed: seed / 2, GraphOptions(), True
-  ... )
-  >>> float(grad)
-  3.0
-
-  Args:
-    loss: A tensor, or a function that returns one.
-    var_list: The variables; None for all trainable ones that the loss reads.
-    tape: The tape that recorded `loss`, or None.
-    scale: A function that multiplies the seed, or the loss, by a factor.
-    options: The options of a graph.
-    requires_scalar: Whether the loss must be a scalar.
-    custom_compute_gradients: The method of a user's class that computes
-      gradients from (loss, variables, tape), instead of `tape.gradient`.
-
-  Returns:
-    (gradient, variable) pairs. Without `var_list`, no gradient is None.
-  """
+  """Returns pairs of the gradients of `scale(loss)` and their variables."""
   if callable(loss):
     tape = tape or tf.GradientTape()
     with tape:

@@ -1,12 +1,7 @@
 """Packs gradients into buckets: few buffers, which are reduced one by one.
 
-    pack ▶ all-reduce ▶ unpack
-
-A collective costs a fixed time for each buffer, so small tensors share one.
-With 100 tensors, 2 MB in total, the all-reduce of packed buffers took 5.6 ms on
-four CPU devices, and 12.1 ms tensor by tensor. Between two workers it took 7.5
-and 65 ms (TensorFlow 2.21). A tensor that fills a bucket is not packed with
-other tensors: that would copy it twice and save nothing.
+With 100 tensors, 2 MB in total, packing takes an all-reduce from 12.1 ms to 5.6
+on four CPU devices, and from 65 to 7.5 between two workers (TensorFlow 2.21).
 """
 
 import functools
@@ -28,27 +23,7 @@ def pack(
   bucket_bytes: int = BUCKET_BYTES,
   by_width: bool = False,
 ) -> tuple[list[tf.Tensor], Unpack]:
-  """Packs tensors into buffers of one dtype each.
-
-  >>> a, b = tf.constant([[1.0, 2.0]]), tf.constant(3.0)
-  >>> buffers, unpack = pack([a, b])
-  >>> [buffer.numpy().tolist() for buffer in buffers]
-  [[1.0, 2.0, 3.0]]
-  >>> [tensor.shape.as_list() for tensor in unpack(buffers)]
-  [[1, 2], []]
-
-  Args:
-    tensors: Tensors of any shapes and dtypes.
-    bucket_bytes: The size that a buffer does not exceed, unless it holds a
-      single tensor.
-    by_width: Whether a buffer holds only tensors of one width, that is, of one
-      shape except for the first dimension. Such buffers need no reshaping.
-      Otherwise buffers are flat.
-
-  Returns:
-    The buffers, and a function that turns buffers of the same shapes back into
-    tensors in the original shapes and order.
-  """
+  """Packs tensors into buffers of one dtype, and one width with `by_width`."""
   rows = list(map(_as_rows, tensors)) if by_width else flatten(tensors)
   buckets = _assign_buckets(rows, bucket_bytes)
   joined = [[rows[i] for i in bucket] for bucket in buckets]
@@ -86,7 +61,7 @@ def _assign_buckets(
   open_buckets: dict[Any, tuple[list[int], int]] = {}
   for i, tensor in enumerate(rows):
     size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
-    if size >= bucket_bytes:  # It fills a bucket.
+    if size >= bucket_bytes:  # Packing would copy it twice and save nothing.
       buckets.append([i])
       continue
     kind = tensor.dtype, tuple(tensor.shape[1:])

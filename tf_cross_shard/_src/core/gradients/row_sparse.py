@@ -1,9 +1,7 @@
 """Functions on row-sparse gradients, which are `tf.IndexedSlices`.
 
-The gradient of an embedding lookup holds only the rows that were looked up:
-
-    indices [3, 0, 3]      values [[1.], [2.], [4.]]      one row per lookup
-    dense   [[2.], [0.], [0.], [5.], [0.]]                row 3: 1 + 4
+indices [3, 0, 3]      values [[1.], [2.], [4.]]      one row per lookup
+dense   [[2.], [0.], [0.], [5.], [0.]]                row 3: 1 + 4
 """
 
 from typing import Any, Final
@@ -20,32 +18,14 @@ MERGE: Final = "_merges_duplicates"
 
 
 def merge_duplicates(slices: Any) -> Any:
-  """Adds up rows that share an index, so that no index occurs twice.
-
-  The dense value of the gradient does not change. Duplicates matter to
-  optimizers that square gradients, such as Adam and RMSprop: they would compute
-  the sum of the rows' squares instead of the square of the rows' sum.
-
-  >>> twice = tf.IndexedSlices(
-  ...   values=tf.constant([[1.0], [2.0], [4.0]]),
-  ...   indices=tf.constant([3, 0, 3]),
-  ...   dense_shape=tf.constant([5, 1]),
-  ... )
-  >>> merged = merge_duplicates(twice)
-  >>> merged.indices.numpy().tolist(), merged.values.numpy().tolist()
-  ([3, 0], [[5.0], [2.0]])
-
-  If `indices` are a result of `tf.unique`, the slices are returned unchanged,
-  also if a branch or a nested function captures `indices`. Calling `tf.unique`
-  twice would fail under XLA (`tf.function(jit_compile=True)`): the second call
-  would mistake the padding of the first for rows. A dense gradient and None are
-  returned unchanged.
-  """
+  """Adds up rows that share an index, so that no index occurs twice."""
   if not isinstance(slices, tf.IndexedSlices):
     return slices
   rows = tf.convert_to_tensor(slices.indices)  # A tuple in Keras' own tests.
+  # Optimizers that square gradients would add up the squares of the rows.
   # A single row needs no `tf.unique`, whose result XLA cannot use in every
-  # operation.
+  # operation. A second `tf.unique` would fail under XLA, because it would take
+  # the padding of the first for rows.
   if rows.shape == [1] or _is_unique(rows):
     return slices
   # position[k] is the place in `indices` of the index of row k.
@@ -60,11 +40,7 @@ def merge_duplicates(slices: Any) -> Any:
 
 
 def _is_unique(indices: Any) -> bool:
-  """Returns whether `indices` are a result of `tf.unique`.
-
-  The operation may be in this graph or, for indices that a branch or a nested
-  function captures, in a graph around it.
-  """
+  """Returns whether `indices` are a result of `tf.unique`."""
   while tf.is_symbolic_tensor(indices):
     if indices.op.type == "Unique":
       return bool(indices.value_index == 0)
@@ -77,14 +53,7 @@ def _is_unique(indices: Any) -> bool:
 
 
 def to_dense(slices: Any, variable: Variable) -> Any:
-  """Returns the dense form of a row-sparse gradient, in its variable's shape.
-
-  A dense gradient and None are returned unchanged.
-
-  >>> slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]))
-  >>> to_dense(slices, tf.Variable([[0.0], [0.0]])).numpy().tolist()
-  [[0.0], [2.0]]
-  """
+  """Returns the dense form of a row-sparse gradient; others unchanged."""
   if not isinstance(slices, tf.IndexedSlices):
     return slices
   dense = tf.math.unsorted_segment_sum(
@@ -95,27 +64,17 @@ def to_dense(slices: Any, variable: Variable) -> Any:
 
 
 def cast(grad: Any, variable: Variable) -> Any:
-  """Returns a gradient in the dtype of its variable, as Keras 3 casts it.
-
-  tf_keras and the kernels of TensorFlow 1 do not accept a different dtype. They
-  would fail only after they have updated other variables.
-
-  >>> cast(tf.constant(1.0, tf.float64), tf.Variable(2.0)).dtype.name
-  'float32'
-  """
+  """Returns a gradient in the dtype of its variable, as Keras 3 casts it."""
   if grad is None:
     return None
-  # Under mixed precision, `dtype` of tf_keras' variables is the dtype of the
-  # computation, and `true_dtype` that of the variable.
+  # tf_keras and kernels accept no other dtype, and would fail after they have
+  # updated other variables. In mixed precision, tf_keras' variables have the
+  # dtype of the computation, and their own as `true_dtype`.
   return tf.cast(grad, getattr(variable, "true_dtype", variable.dtype))
 
 
 def times(grad: Any, factor: Any) -> Any:
-  """Returns a gradient times a number; None for None.
-
-  >>> float(times(tf.constant(3.0), 0.5))
-  1.5
-  """
+  """Returns a gradient times a number; None for None."""
   if grad is None or (isinstance(factor, float) and factor == 1.0):
     return grad
   if isinstance(grad, tf.IndexedSlices):
@@ -125,15 +84,9 @@ def times(grad: Any, factor: Any) -> Any:
 
 
 def in_dtype(number: Any, dtype: tf.DType) -> Any:
-  """Returns a number that can be combined with a tensor of a dtype.
-
-  A tensor is cast. A Python float is returned unchanged, because `tf.cast`
-  would first round it to float32. A `GroupSetting` is a float and a tensor.
-
-  >>> in_dtype(0.1, tf.float64), in_dtype(tf.constant(0.5), tf.float64).dtype
-  (0.1, tf.float64)
-  """
+  """Returns a number that can be combined with a tensor of a dtype."""
   if not isinstance(number, float):
     return tf.cast(number, dtype)
+  # `tf.cast` would round a float to float32. A `GroupSetting` is a float, too.
   is_tensor = hasattr(number, "__tf_tensor__")
   return tf.convert_to_tensor(number, dtype) if is_tensor else number
