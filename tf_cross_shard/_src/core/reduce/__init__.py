@@ -1,7 +1,6 @@
 """All-reduce, reduce-scatter and all-gather within groups of replicas.
 
-`tf.distribute` can only sum over all replicas of a strategy. Each engine in
-this folder sums within groups, under one kind of strategy:
+`tf.distribute` can only sum over all replicas of a strategy:
 
     strategy                   engine       all-reduce within a group
     ─────────────────────────────────────────────────────────────────────────
@@ -27,19 +26,6 @@ A sharded update also needs the two halves of an all-reduce:
       scatter    its own part        then a local sum
     all-       concat of the       CollectiveGatherV2       AllToAll of
       gather     members' parts                               repeated parts
-
-With more than ten replicas (`collective_ops.keeps_order`), each half is an
-all-reduce of a whole buffer: see `engine.Engine`.
-
-We rejected an alternative without engines: each replica puts its gradients into
-its group's row of a `[num_groups, ...]` buffer, and `ctx.all_reduce` sums that
-buffer over all replicas. It took 2.1 to 2.6 times as long as `ctx.all_reduce`
-of the gradients alone (two groups on CPUs, TensorFlow 2.21), and the buffer
-grows with the number of groups.
-
-The core uses internals of tf.distribute and raw collective operations in this
-folder, and in two other files: `single_program` has the collectives of a TPU
-program, and `tf_keras/adapter.py` asks for which replica Keras updates.
 """
 
 from typing import Any
@@ -59,10 +45,7 @@ __all__ = ["default_groups", "for_strategy"]
 
 
 def default_groups(strategy: tf.distribute.Strategy) -> groups_lib.Groups:
-  """Returns the groups without `group_assignment`: one group of all replicas.
-
-  Where replicas are models, each model is a group.
-  """
+  """Returns one group of all replicas, or of each model alone."""
   copies = single_program.num_copies(strategy)
   if single_program.are_models(strategy):
     return groups_lib.singletons(copies)
@@ -72,13 +55,10 @@ def default_groups(strategy: tf.distribute.Strategy) -> groups_lib.Groups:
 def for_strategy(
   strategy: tf.distribute.Strategy, groups: groups_lib.Groups | None = None
 ) -> engine.Engine:
-  """Returns the engine that sums within groups under a strategy.
-
-  Without `groups`, it is for the `default_groups`.
-
-  Raises:
-    NotImplementedError: If no engine supports the strategy.
-  """
+  """Returns the engine that sums within groups under a strategy."""
+  # Without engines, gradients in rows of a `[num_groups, ...]` buffer could be
+  # summed by `ctx.all_reduce`. That takes 2.1 to 2.6 times as long (two groups
+  # on CPUs, TensorFlow 2.21), and the buffer grows with the number of groups.
   groups = groups or default_groups(strategy)
   # Test this before the number of replicas: MirroredStrategy makes merge calls
   # even on one device, and its replica must be isolated from them.

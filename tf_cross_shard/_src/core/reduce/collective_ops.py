@@ -1,32 +1,13 @@
 """TensorFlow's collective operations, in one process or in several.
 
-Each operation (`CollectiveReduceV2` and others) needs two keys and a token from
-its caller. Members find each other by the keys, and each replica runs its
-collectives in the order of the token:
-
     group key       names a group; it is the same on all members of the group
     instance key    names one collective of that group; it is the same in every
                     step and on every member
     ordering token  a resource handle for each replica; collectives that share
                     it run one after the other
 
-How the obvious alternatives failed, with TensorFlow 2.21 on CPUs:
-
-- No ordering token: stateful operations of all replicas become one chain, and
-  the first collective waits for members that come later in that chain.
-- A fresh instance key in every call: the runtime remembers every key, at 0.85
-  to 1.5 kB each, and steps are slower.
-- An instance key from a counter in Python: if only one worker retraces its
-  function, its keys no longer match the keys of the other workers, and all
-  workers hang.
-- `timeout_seconds`: each operation then holds two threads until the time has
-  passed, 2,423 threads after 300 steps. `timeout_seconds` is therefore 0. The
-  runtime still notices a lost worker after about 9 s.
-- `CollectiveReduceV3` with a `group_assignment`: "not supported yet".
-- `CollectiveReduceScatterV2` and `CollectivePermute`: no CPU kernel.
-
-A collective that fails makes every later collective of the process fail.
-Everything that can be checked is therefore checked before the first one runs.
+A collective that fails makes every later collective of the process fail. So
+everything that can be checked is checked before the first one runs.
 """
 
 import itertools
@@ -49,6 +30,8 @@ _DTYPES: Final = frozenset(
   (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 )
 
+# CollectiveReduceV3 does not support a `group_assignment` yet (2.21), and
+# CollectiveReduceScatterV2 and CollectivePermute have no CPU kernel.
 ALL_REDUCE: Final = "CollectiveReduceV2"
 ALL_GATHER: Final = "CollectiveGatherV2"
 ALL_TO_ALL: Final = "CollectiveAllToAllV2"
@@ -56,8 +39,6 @@ _ATTRIBUTES: Final = {ALL_REDUCE: {"merge_op": "Add", "final_op": "Id"}}
 
 # With 12 members or more, `CollectiveAllToAllV2` fails or returns wrong rows.
 MAX_ALL_TO_ALL: Final = 11
-# With more replicas than this, the runtime sees the members in a different
-# order than we do.
 MAX_ORDERED: Final = 10
 
 _local_strategies: Final = itertools.count()
@@ -69,11 +50,7 @@ Runner = Callable[
 
 
 class CollectiveOps:
-  """The collectives of one strategy, with their keys and ordering tokens.
-
-  All optimizers of a strategy share one object. If each optimizer had its own
-  object, two optimizers in one step would use the same instance keys.
-  """
+  """The collectives of one strategy, with their keys and ordering tokens."""
 
   def __init__(
     self,
@@ -83,23 +60,13 @@ class CollectiveOps:
     hint: str = "auto",
     run_watched: Runner | None = None,
   ) -> None:
-    """Stores what all collectives of the strategy have in common.
-
-    Args:
-      identity: A text that identifies the strategy in all of its processes;
-        None for a strategy that runs only in this process.
-      chains: How many collectives of one replica may run at the same time.
-      is_serial: Whether eager replicas of this process run one after the other,
-        in which case a collective would wait forever for the next replica.
-      hint: The implementation to ask the runtime for.
-      run_watched: Runs collectives, and ends a wait for another worker that
-        lasts too long; None to wait without a limit.
-    """
+    """Takes a text that is alike in all processes, or None for one process."""
     self._run_watched = run_watched
     self._is_local = identity is None
     self._identity = identity or f"local strategy {next(_local_strategies)}"
     self._hint = hint
-    self._chains = chains
+    self._chains = chains  # How many collectives of a replica run at once.
+    # Eager replicas of this process run one after the other.
     self._is_serial = is_serial
     self._first_keys: dict[groups_lib.Groups, int] = {}
     self._tokens: dict[tuple[int, int], tf.Tensor] = {}
@@ -116,16 +83,7 @@ class CollectiveOps:
     replica: int,
     device: str,
   ) -> list[tf.Tensor]:
-    """Runs one collective for each tensor, over the group of `replica`.
-
-    Args:
-      name: `ALL_REDUCE`, `ALL_GATHER` (which concatenates along axis 0; no
-        tensor may be empty) or `ALL_TO_ALL` (row i goes to the i-th member).
-      tensors: Tensors of the same shapes and dtypes on all members.
-      groups: The grouping.
-      replica: The replica that calls.
-      device: The device of that replica.
-    """
+    """Runs one collective for each tensor, over the group of `replica`."""
     self._check(tensors)
 
     def run() -> list[tf.Tensor]:
@@ -141,6 +99,8 @@ class CollectiveOps:
             instance_key=instance_key(name, tensor, function, ordinal),
             ordering_token=[self.token(replica, chain, device)],
             communication_hint=self._hint,
+            # No `timeout_seconds`: each operation would hold two threads until
+            # the time has passed. A lost worker is noticed after about 9 s.
             **_ATTRIBUTES.get(name, {}),
           )
         )
@@ -153,15 +113,11 @@ class CollectiveOps:
   ) -> tf.Tensor:
     """Sums a vector over the group, and returns this member's part.
 
-    The vector has `group_size * n` elements, and the part n.
-
-        part k of all members ─ all-to-all ─▶ member k sums its parts
-
-    `CollectiveReduceScatterV2` has no CPU kernel. Adding locally also allows
-    half-precision parts to be added in float32.
+    part k of all members ─ all-to-all ─▶ member k sums its parts
     """
     rows = tf.reshape(row, [groups.group_size, -1])
     [received] = self.run(ALL_TO_ALL, [rows], groups, replica, device)
+    # Adding locally allows half-precision parts to be added in float32.
     wide = tf.cast(received, tf.float32) if row.dtype.size < 4 else received
     return tf.cast(tf.reduce_sum(wide, axis=0), row.dtype)
 
@@ -180,12 +136,8 @@ class CollectiveOps:
     replica: int,
     device: str,
   ) -> list[tf.Tensor]:
-    """Concatenates tensors whose numbers of rows may differ between replicas.
-
-    A collective needs the same shape on all members. The members therefore
-    gather their numbers of rows first, then gather rows that are padded to the
-    longest tensor, and drop the padding.
-    """
+    """Concatenates tensors of which replicas may have different rows."""
+    # A collective needs one shape on all members: pad to the longest tensor.
     # counts[m, i]: how many rows member m has of tensor i.
     rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])[tf.newaxis]
     [counts] = self.run(ALL_GATHER, [rows], groups, replica, device)
@@ -233,12 +185,9 @@ class CollectiveOps:
         )
 
   def group_key(self, groups: groups_lib.Groups, replica: int) -> int:
-    """Returns a number that names one group of one grouping.
-
-    It is a hash of values that all processes know. A counter would differ
-    between processes that have created different numbers of groupings before.
-    """
+    """Returns a number that names one group of one grouping."""
     if groups not in self._first_keys:
+      # Not a counter: processes may have created different groupings before.
       text = repr((self._identity, groups.to_lists()))
       room = _LAST_GROUP_KEY - _FIRST_GROUP_KEY - groups.num_groups
       hashed = zlib.crc32(text.encode()) % room
@@ -246,14 +195,7 @@ class CollectiveOps:
     return self._first_keys[groups] + groups.index_of(replica)
 
   def _place_in_program(self, replica: int) -> tuple[int, int]:
-    """Returns the number of the traced function, and this replica's ordinal.
-
-    The ordinal counts the collectives of this replica in that function. Both
-    numbers go into the instance key. In one process, two threads may run two
-    functions at the same time, so functions must not share keys. In several
-    processes, every function has the number 0: if only one worker retraces,
-    it would number its functions differently.
-    """
+    """Returns the number of the traced function, and this replica's ordinal."""
     if tf.executing_eagerly():
       # Eager collectives of a replica run one at a time, so one key is enough.
       return 0, 0
@@ -262,17 +204,15 @@ class CollectiveOps:
       self._functions[graph] = next(self._numbers), {}
     number, ordinals = self._functions[graph]
     ordinal = ordinals[replica] = ordinals.get(replica, -1) + 1
+    # Two threads of one process may run two functions at once. In several
+    # processes, a worker that retraces would number its functions differently.
     return number if self._is_local else 0, ordinal
 
   def token(self, replica: int, chain: int, device: str) -> tf.Tensor:
-    """Returns the handle that orders one chain of a replica's collectives.
-
-    TensorFlow runs stateful operations one after the other if they use the same
-    resource. Without a resource, every stateful operation would be serialized,
-    across replicas too, and the first collective would hang. The handle belongs
-    to a variable that is never created, because only the name of the variable
-    matters.
-    """
+    """Returns the handle that orders one chain of a replica's collectives."""
+    # Without a token, all stateful operations of all replicas become one chain,
+    # and the first collective waits for members that come later in it. Only the
+    # name of the variable matters; it is never created.
     key = replica, chain
     if key not in self._tokens:
       # Create the handle outside the trace: all functions share it.
@@ -288,12 +228,10 @@ class CollectiveOps:
 def instance_key(
   name: str, tensor: tf.Tensor, function: int, ordinal: int
 ) -> tf.Tensor:
-  """Returns the instance key of a collective, equal on all members and steps.
-
-  It is a hash of values that are equal on all members. Two collectives of one
-  function differ in `ordinal`. See the top of this file for why it is neither a
-  fresh number nor a counter.
-  """
+  """Returns the key of a collective, equal on all members and steps."""
+  # Not a fresh key for each call: the runtime remembers every key, at 0.85 to
+  # 1.5 kB each. Nor a counter in Python: if only one worker retraces, its keys
+  # no longer match those of the others, and all workers hang.
   static = tensor.shape.as_list() if tensor.shape.is_fully_defined() else None
   text = repr((name, tensor.dtype.name, static, function, ordinal))
   key = zlib.crc32(text.encode()) & 0x3FFFFFFF
@@ -307,6 +245,8 @@ def instance_key(
   return tf.bitwise.bitwise_and(hashed, 0x3FFFFFFF)
 
 
+# If each optimizer had its own object, two optimizers in one step would use the
+# same instance keys.
 _of_strategy: "weakref.WeakKeyDictionary[Any, CollectiveOps]" = (
   weakref.WeakKeyDictionary()
 )
@@ -342,20 +282,15 @@ def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 
 
 def keeps_order(groups: groups_lib.Groups) -> bool:
-  """Returns whether gathering and all-to-all see members in replica order.
-
-  The runtime sorts members by device name as text: "task:10" comes before
-  "task:2". With up to ten replicas both orders are the same.
-  """
+  """Returns whether gathering and all-to-all see members in replica order."""
+  # The runtime sorts device names as text: "task:10" comes before "task:2".
   return groups.num_replicas <= MAX_ORDERED
 
 
 def _rounded_up(rows: tf.Tensor) -> tf.Tensor:
-  """Rounds a number of rows up, by at most a quarter, to at least one.
-
-  The runtime keeps memory for each shape that was ever gathered, so only a few
-  numbers may occur. The runtime crashes on a tensor without rows.
-  """
+  """Rounds a number of rows up, by at most a quarter, to at least one."""
+  # The runtime keeps memory for each shape that was ever gathered, and crashes
+  # on a tensor without rows.
   rows = tf.maximum(rows, 1)
   # With 2**bits <= rows, round up to a multiple of a quarter of 2**bits.
   bits = tf.cast(

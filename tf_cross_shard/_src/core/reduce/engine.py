@@ -1,14 +1,7 @@
 """The interface for collectives under one strategy, and the one-replica case.
 
-An engine sums and gathers within groups, under one kind of strategy. It has to
-provide `all_reduce_sum` and `all_gather`. The other collectives of the base
-class are built from `all_reduce_sum`:
-
-    reduce_scatter     all-reduce of the whole buffer, then this member's part
-    all_gather_part    all-reduce of parts, each at its place among zeros
-
-Engines override a collective if their strategy has an operation that sends
-less.
+An engine has to provide `all_reduce_sum` and `all_gather`. The other methods
+call them, unless an engine has an operation that sends less.
 """
 
 import abc
@@ -30,25 +23,13 @@ from tf_cross_shard._src.core.reduce import layout as layouts
 class Engine(abc.ABC):
   """Collectives within groups, under one kind of `tf.distribute.Strategy`.
 
-  Call all methods in the replica context. Every replica must make the same
-  calls in the same order, with tensors of the same shapes and dtypes.
-
-  Attributes:
-    strategy: The strategy.
-    groups: The groups within which all methods sum and gather.
-    is_single_program: Whether all replicas run one program (SPMD), as on TPUs.
-    is_compiled: Whether XLA compiles every program of the strategy.
-    supports_sparse: Whether row-sparse gradients can be summed without
-      becoming dense.
-    scatter_bytes: The best size of the buffer of a reduce-scatter, in bytes;
-      None for no limit.
-    method: How the engine sums, in words.
+  All replicas make the same calls, with tensors of the same shapes and dtypes.
   """
 
-  is_single_program = False
-  is_compiled = False
-  supports_sparse = True
-  scatter_bytes: int | None = None
+  is_single_program = False  # Whether all replicas run one program (SPMD).
+  is_compiled = False  # Whether XLA compiles every program of the strategy.
+  supports_sparse = True  # Whether row-sparse gradients stay row-sparse.
+  scatter_bytes: int | None = None  # Of a reduce-scatter's buffer.
   method = "by the engine's own collectives"
 
   def __init__(
@@ -69,36 +50,20 @@ class Engine(abc.ABC):
 
   @abc.abstractmethod
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums each tensor, dense and of any shape, over this replica's group.
-
-        result[i] = sum over r in group of tensors_r[i]
-
-    All members of a group receive the same bits.
-    """
+    """Sums each tensor over the group; all members get the same bits."""
 
   def all_reduce_accumulate_f32(
     self, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """Sums tensors; adds half-precision tensors in float32.
-
-    An engine that cannot add in float32 adds in the dtype of the tensors.
-    """
+    """Sums tensors, half precision in float32 if the engine can."""
     return self.all_reduce_sum(tensors)
 
   def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
-    """Declares that all replicas have this value; returns it.
-
-    If all replicas run one program, they then take one branch together in a
-    conditional on this value.
-    """
+    """Declares that all replicas have this value, so they take one branch."""
     return value
 
   def broadcast_from_first(self, variables: Iterable[Variable]) -> None:
-    """Copies the variables of each group's first member to all its members.
-
-    It does nothing if members compute exactly equal numbers, as on devices of
-    their own.
-    """
+    """Gives members the variables of the first one, if they round unalike."""
     del variables
 
   @abc.abstractmethod
@@ -107,30 +72,19 @@ class Engine(abc.ABC):
 
   @property
   def bucket_bytes(self) -> int | None:
-    """The best size of an all-reduce buffer, in bytes; None for no packing.
-
-    It may depend on where you read it, for example inside `tf.cond`.
-    """
+    """The best size of an all-reduce buffer here; None for no packing."""
     return packing.BUCKET_BYTES
 
   def reduce_part(
     self, tensors: Sequence[tf.Tensor], layout: layouts.Layout
   ) -> tf.Tensor:
-    """Sums tensors over the group, and returns this member's shard of the sums.
-
-    All members pass flat tensors of one dtype, with the same shapes, and get
-    shards of shape `[layout.part_size]`. `layout` says which elements are in
-    the shard of each member, in the order of `position`.
-    """
+    """Sums flat tensors; returns this member's shard `[layout.part_size]`."""
     return self.reduce_scatter(self.concat_parts(tensors, layout))
 
   def gather_parts(
     self, part: tf.Tensor, layout: layouts.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
-    """Gathers the parts of all members into whole tensors.
-
-    It is the reverse of `reduce_part`. The results have the shapes of `like`.
-    """
+    """Gathers the parts of all members into tensors with shapes of `like`."""
     row = self.all_gather_part(part)
     joined = layout.join(tf.split(row, self.groups.group_size))
     return packing.reshape_like(joined, like)
@@ -156,20 +110,13 @@ class Engine(abc.ABC):
     return tf.concat([_pack(values, layout, member) for member in members], 0)
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
-    """Sums a vector over the group, and returns this member's part.
-
-    The vector has `group_size * n` elements, and the part n.
-    """
+    """Sums a vector over the group; returns this member's part."""
     [total] = self.all_reduce_accumulate_f32([row])
     part = total.shape[0] // self.groups.group_size
     return tf.slice(total, [self.position() * part], [part])
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates the parts of all members: the reverse of `reduce_scatter`.
-
-    All parts have the shape `[n]` and one dtype. The result has the shape
-    `[group_size * n]`, in the order of `position`.
-    """
+    """Concatenates the parts of all members, in the order of `position`."""
     # Each member contributes zeros except for its own shard, so the sum
     # concatenates the shards.
     places = tf.range(self.groups.group_size)[:, tf.newaxis]
@@ -178,10 +125,7 @@ class Engine(abc.ABC):
     return self.all_reduce_sum([tf.reshape(among_zeros, [-1])])[0]
 
   def position(self) -> Any:
-    """Returns this replica's place among the sorted members of its group.
-
-    It is an int, or a scalar tensor where all replicas run one program.
-    """
+    """Returns this replica's place in its sorted group, an int or a tensor."""
     groups = self.groups
     replica = isolation.replica_id()
     if replica is not None:
@@ -193,12 +137,8 @@ class Engine(abc.ABC):
 
   @contextlib.contextmanager
   def making_variables(self) -> Iterator[None]:
-    """Enters the strategy's scope, unless it is already entered.
-
-    New variables then get a copy on each replica. This context also works
-    during tracing and in replicas, because tf_keras builds an optimizer in its
-    first step.
-    """
+    """Enters the strategy's scope, unless it is already entered."""
+    # tf_keras builds an optimizer while its first step is traced.
     with tf.init_scope():
       if tf.distribute.in_cross_replica_context() or (
         tf.distribute.get_strategy() is not self.strategy
@@ -209,11 +149,7 @@ class Engine(abc.ABC):
         yield
 
   def should_update(self, variable: Variable) -> bool:
-    """Returns whether this replica must update `variable`.
-
-    A variable created outside the strategy's scope exists once, so one replica
-    alone updates it.
-    """
+    """Returns whether this replica must update `variable`."""
     value = variables_lib.native(variable)
     copied = is_copied(variable)
     # TensorFlow adds up all copies of such a variable when it is read. If every
@@ -223,6 +159,7 @@ class Engine(abc.ABC):
       and value.synchronization == tf.VariableSynchronization.ON_READ
       and value.aggregation == tf.VariableAggregation.SUM
     )
+    # A variable from outside the strategy's scope exists once.
     is_first = isolation.replica_id() in (0, None)
     return is_first or (copied and not is_summed)
 
@@ -233,11 +170,7 @@ class Engine(abc.ABC):
     grads: Sequence[Gradient],
     lines: Callable[[], Sequence[str]],
   ) -> None:
-    """Raises an error, which names the topic, unless all processes do the same.
-
-    The variables, the dtypes of the gradients and the `lines` must be equal.
-    Calls with the same topic, variables and dtypes are compared once.
-    """
+    """Raises an error that names the topic unless all processes do the same."""
     del topic, variables, grads, lines
 
   def after_all_sums(

@@ -1,10 +1,7 @@
 """Sums gradients over the group, exactly or in half precision.
 
-    dense gradients     compress ▶ pack ▶ all-reduce ▶ unpack ▶ decompress
-    sparse gradients    compress ▶ all-gather rows ▶ decompress
-
-To compress is to round a gradient to the half-precision `wire_dtype`, if you
-chose one.
+dense gradients     compress ▶ pack ▶ all-reduce ▶ unpack ▶ decompress
+sparse gradients    compress ▶ all-gather rows ▶ decompress
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +16,7 @@ from tf_cross_shard._src.core.reduce import layout as layouts
 
 
 class GradientReducer:
-  """Sums gradients over a group; rounds them to `wire_dtype` to send them.
-
-  Attributes:
-    engine: The engine that sums.
-  """
+  """Sums gradients over a group; rounds them to `dtype` to send them."""
 
   def __init__(
     self,
@@ -31,28 +24,13 @@ class GradientReducer:
     dtype: tf.DType | None = None,
     scale: Callable[[], Any] | None = None,
   ) -> None:
-    """Sets how gradients are sent: rounded to `dtype`, unless this is None.
-
-    `scale` returns the number by which gradients are multiplied while they are
-    sent, or None, so that small gradients are not rounded to 0 in float16. A
-    power of two causes no rounding.
-    """
+    """Takes a factor for the wire, so that float16 does not round to 0."""
     self.engine = engine
     self._dtype = dtype
     self._scale = scale or (lambda: None)
 
   def reduce(self, grads: Sequence[Gradient]) -> list[Gradient]:
-    """Sums every gradient over this replica's group.
-
-        result[i] = sum over r in group of grads_r[i]
-
-    The sum of None is None. The sum of sparse gradients is sparse, and holds
-    the rows of all members. Rows of the same index are not added up: they are
-    the rows that one device would have for the whole batch of the group.
-
-    At one position, all members have the same kind of gradient: dense, None or,
-    if the engine supports it, sparse.
-    """
+    """Sums every gradient over this replica's group; None stays None."""
     scale = self._scale()
     if scale is not None:
       grads = [row_sparse.times(grad, scale) for grad in grads]
@@ -76,10 +54,7 @@ class GradientReducer:
   def reduce_part(
     self, grads: Sequence[tf.Tensor], layout: layouts.Layout
   ) -> tf.Tensor:
-    """Returns this member's part, `[part_size]`, of the sums of flat gradients.
-
-    All gradients have one dtype, which is also the dtype of the part.
-    """
+    """Returns this member's part, `[part_size]`, of sums of flat gradients."""
     scale = self._scale()
     factor = 1.0 if scale is None else scale
     scaled = [row_sparse.times(grad, factor) for grad in grads]
@@ -109,7 +84,7 @@ class GradientReducer:
   def _sum_sparse(
     self, grads: Sequence[tf.IndexedSlices]
   ) -> list[tf.IndexedSlices]:
-    """Gathers the rows of all members."""
+    """Gathers the rows of all members, as one device has them for the batch."""
     if not grads or self.engine.groups.group_size == 1:
       return list(grads)
     # One all-gather for the values and indices of all gradients.

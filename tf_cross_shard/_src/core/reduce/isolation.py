@@ -1,16 +1,7 @@
 """A context in which a replica acts as if it were the only replica.
 
-In this context, an all-reduce returns the value of this replica, a merge call
-runs immediately, and an assignment writes the copy of this replica. There are
-two reasons to apply an update in this context:
-
-- Keras 3 reduces gradients in `apply_gradients`. Gradients that were reduced
-  over the group must not be reduced a second time, over all replicas.
-- An update may run inside `tf.cond`, where merge calls fail.
-
-The obvious alternative, one merge call around the whole update, fails: Keras'
-own conditionals (gradient accumulation, EMA) then make merge calls inside
-`tf.cond`.
+Keras 3 reduces gradients in `apply_gradients`. Gradients that were reduced over
+the group must not be reduced a second time, over all replicas.
 """
 # ruff: noqa: SLF001  # tf.distribute has no public way to isolate a replica.
 
@@ -31,6 +22,8 @@ _overrides_of: "Final[dict[Any, _Overrides]]" = {}
 _merging: Final = threading.local()
 
 
+# One merge call around the whole update would fail: Keras' own conditionals
+# (gradient accumulation, EMA) then make merge calls inside `tf.cond`.
 @contextlib.contextmanager
 def isolate(strategy: tf.distribute.Strategy) -> Iterator[None]:
   """Makes the calling replica act as if it were the only one."""
@@ -50,13 +43,9 @@ def replica_id() -> int | None:
 
 
 def current_replica() -> Any:
-  """Returns this replica's number: an int, or a tensor in one program.
-
-  Outside replicas, it returns None. In a merge call of an isolated replica
-  (Keras makes one for weight decay), it still returns the replica's number.
-  """
+  """Returns this replica's number, int or tensor; None outside replicas."""
   context = tf.distribute.get_replica_context()
-  if context is None:
+  if context is None:  # Keras makes merge calls for weight decay.
     return getattr(_merging, "replica", None)
   replica = context.replica_id_in_sync_group
   static = tf.get_static_value(replica)
@@ -65,14 +54,10 @@ def current_replica() -> Any:
 
 @contextlib.contextmanager
 def _overriding(extended: Any) -> Iterator[None]:
-  """Makes a strategy work without merge calls for isolated replicas.
-
-  MirroredStrategy can work without merge calls: its method `_use_merge_call`
-  decides. Without them, it aggregates assigned values in
-  `_replica_ctx_all_reduce`. Both methods are overridden on the object while any
-  thread is in this context. Other threads may be tracing under the same
-  strategy, so the overrides return other results in isolated replicas only.
-  """
+  """Makes a strategy work without merge calls for isolated replicas."""
+  # MirroredStrategy asks `_use_merge_call`. Without merge calls, it aggregates
+  # assigned values in `_replica_ctx_all_reduce`. Other threads may be tracing
+  # under the same strategy, and get its own results.
   with _lock:
     overrides = _overrides_of.get(extended)
     if overrides is None:
@@ -89,11 +74,7 @@ def _overriding(extended: Any) -> Iterator[None]:
 
 
 class _Overrides:
-  """The overriding methods of a strategy's `extended` object.
-
-  Attributes:
-    users: How many threads are in the context.
-  """
+  """The overriding methods of a strategy's `extended`; `users` are threads."""
 
   def __init__(self, extended: Any) -> None:
     self.users = 0
@@ -144,14 +125,7 @@ class _IsolatedContext(_ReducedContext):
 
 
 class OneProgramContext(_ReducedContext):
-  """The context of an isolated replica where all replicas run one program.
-
-  On TPUs, merge calls run immediately, also in `tf.cond`. A variable whose
-  aggregation is ONLY_FIRST_REPLICA, such as Keras' counters, normally receives
-  the value of replica 0, which may belong to a different group. In this
-  context, each replica's copy receives the value of that replica, which is the
-  same on all members of a group.
-  """
+  """The context of an isolated replica where all replicas run one program."""
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     self._outer = tf.distribute.get_replica_context()
@@ -165,6 +139,8 @@ class OneProgramContext(_ReducedContext):
   ) -> Any:
     """Calls `merge_fn` immediately; `current_replica` is still this replica."""
 
+    # A variable of ONLY_FIRST_REPLICA, such as Keras' counters, would receive
+    # the value of replica 0, which may belong to a different group.
     def merge(strategy: Any, *args: Any, **kwargs: Any) -> Any:
       return merge_fn(_OneProgramStrategy(strategy), *args, **kwargs)
 
@@ -180,10 +156,7 @@ class OneProgramContext(_ReducedContext):
 
 
 class _OneProgramStrategy:
-  """Proxy for a strategy, or its `extended`, that moves no values.
-
-  Functions of merge calls receive it instead of the strategy.
-  """
+  """Proxy for a strategy, or its `extended`, that moves no values."""
 
   def __init__(self, real: Any) -> None:
     self._real = real

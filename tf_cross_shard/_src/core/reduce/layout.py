@@ -1,11 +1,8 @@
 """Divides the elements of tensors among the members of a group.
 
-The drawing shows 16 elements of four tensors, a to d. Below each element is the
-number of its member:
-
-    tensors    a a a a a a b b c c c c c c c d
-    even       0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    parts of equal sizes
-    by_tensor  1 1 1 1 1 1 2 2 0 0 0 0 0 0 0 3    each tensor has one member
+tensors    a a a a a a b b c c c c c c c d
+even       0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    parts of equal sizes
+by_tensor  1 1 1 1 1 1 2 2 0 0 0 0 0 0 0 3    each tensor has one member
 """
 
 import dataclasses
@@ -20,13 +17,7 @@ from tf_cross_shard._src.core.gradients import packing
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-  """A range of elements of one tensor.
-
-  Attributes:
-    index: The position of the tensor in the list of tensors.
-    start: The first element, in the flat tensor.
-    stop: The element after the last.
-  """
+  """A range of elements of the flat tensor at `index` in a list of tensors."""
 
   index: int
   start: int
@@ -47,16 +38,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Assigns the elements of a list of tensors to the members of a group.
-
-  The part of a member is a flat tensor. It holds the member's cuts, one after
-  the other, and zeros up to the size that all parts have.
-
-  Attributes:
-    sizes: The number of elements of each tensor.
-    cuts: For each member, the cuts in its part.
-    part_size: The number of elements of each part, including padding.
-  """
+  """The parts of all members: their cuts one after the other, then zeros."""
 
   sizes: tuple[int, ...]
   cuts: tuple[tuple[Cut, ...], ...]
@@ -64,12 +46,7 @@ class Layout:
 
   @classmethod
   def even(cls, sizes: Sequence[int], members: int) -> "Layout":
-    """Cuts concatenated tensors of these sizes into parts of equal sizes.
-
-    >>> layout = Layout.even([3, 2], 2)
-    >>> [[(c.index, c.start, c.stop) for c in cuts] for cuts in layout.cuts]
-    [[(0, 0, 3)], [(1, 0, 2)]]
-    """
+    """Cuts concatenated tensors of these sizes into parts of equal sizes."""
     # At least one element: collectives do not accept empty tensors.
     part_size = max(1, -(-sum(sizes) // members))
     cuts: list[list[Cut]] = [[] for _ in range(members)]
@@ -125,10 +102,7 @@ class Layout:
   def pack(
     self, member: int, read: Callable[[Cut], tf.Tensor], dtype: tf.DType
   ) -> tf.Tensor:
-    """Creates the part of a member: its cuts' elements, then zeros.
-
-    `read` returns the elements of a cut.
-    """
+    """Creates the part of a member: its cuts' elements, then zeros."""
     pieces = packing.flatten([read(cut) for cut in self.cuts[member]])
     missing = self.part_size - sum(cut.size for cut in self.cuts[member])
     if missing:

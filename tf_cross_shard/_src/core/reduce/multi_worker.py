@@ -1,14 +1,8 @@
 """The engine of `tf.distribute.MultiWorkerMirroredStrategy`: many processes.
 
-The replicas of a group sum in `CollectiveReduceV2`, even if they are in
-different processes:
-
-    worker 0, replica 0 ──┐                  worker 2, replica 2 ──┐
-                          ├─ ring ─ group 0                        ├─ group 1
-    worker 1, replica 1 ──┘                  worker 3, replica 3 ──┘
-
-A collective hangs if only some members of the group enter it. So
-`compare_workers` compares the programs of the workers before they run.
+worker 0, replica 0 ──┐                  worker 2, replica 2 ──┐
+                      ├─ ring ─ group 0                        ├─ group 1
+worker 1, replica 1 ──┘                  worker 3, replica 3 ──┘
 """
 
 import threading
@@ -82,18 +76,12 @@ class MultiWorker(collective_engine.CollectiveEngine):
   def all_reduce_accumulate_f32(
     self, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """Sums tensors.
+    """Sums tensors; groups of 3 to 11 members add half precision in float32.
 
-    Groups of 3 to 11 members add half-precision tensors in float32.
-
-    The ring of `CollectiveReduceV2` adds in the dtype that it sends, so it
-    rounds at each member. A bfloat16 sum over four members has a relative error
-    of 3.2e-3 with the ring, and of 1.7e-3 with float32 sums. With two members
-    the ring adds only once, which is just as accurate. With three members or
-    more, up to `MAX_ALL_TO_ALL`, each member adds up one part:
-
-        part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
+    part k of all members ─ all-to-all ─▶ member k adds ─ gather ─▶ all
     """
+    # The ring adds in the dtype that it sends, and rounds at each member: over
+    # four members, a bfloat16 sum has an error of 3.2e-3, in float32 1.7e-3.
     if not 2 < self.groups.group_size <= collective_ops.MAX_ALL_TO_ALL:
       return self.all_reduce_sum(tensors)
     return [
@@ -144,10 +132,8 @@ class MultiWorker(collective_engine.CollectiveEngine):
       self._agreed[key] = variables
 
   def after_all_sums(self, sums: Sequence[Any]) -> Any:
-    """Makes updates wait for all sums.
-
-    If a worker is lost between two sums, the update must not be half applied.
-    """
+    """Makes updates wait for all sums."""
+    # If a worker is lost between two sums, no update may be half applied.
     return tf.control_dependencies(
       [
         total.values if isinstance(total, tf.IndexedSlices) else total
@@ -157,11 +143,7 @@ class MultiWorker(collective_engine.CollectiveEngine):
     )
 
   def should_update(self, variable: Variable) -> bool:
-    """Returns whether this replica must update `variable`.
-
-    A variable that is created outside the strategy's scope exists once in each
-    process. The first replica of each process updates it.
-    """
+    # A variable from outside the strategy's scope exists once in each process.
     return super().should_update(variable) or (
       isolation.replica_id() == self.local_replicas.start
       and not engine.is_copied(variable)

@@ -1,19 +1,8 @@
 """The engines of replicas that run one program: TPUs, and vectorized replicas.
 
-XLA's collectives receive the groups as an operand:
-
-    all-reduce       CrossReplicaSum(tensor, group_assignment)
-    reduce-scatter   XlaReduceScatter(row, group_assignment)
-    all-gather       AllToAll(group_size copies of the part, group_assignment)
-
-Gradients are not packed into buffers. The TPU compiler merges small sums by
-itself, and packing would only copy the gradients twice.
-
-On TPUs, row-sparse gradients become dense, as in the TPU's own optimizers: the
-rows of all replicas would often be more than those of the table. Replicas on
-one device send nothing, so they gather rows, as many as there are lookups. No
-program has shapes that depend on data, so none updates only the rows in the
-batch.
+all-reduce       CrossReplicaSum(tensor, group_assignment)
+reduce-scatter   XlaReduceScatter(row, group_assignment)
+all-gather       AllToAll(group_size copies of the part, group_assignment)
 """
 
 import contextlib
@@ -73,6 +62,8 @@ class OneProgram(_InOneProgram):
   ) -> None:
     super().__init__(strategy, groups, program)
     self.is_compiled = not program.is_vectorized
+    # On TPUs, as in their own optimizers: the rows of all replicas would often
+    # be more than those of the table. Replicas on one device send nothing.
     self.supports_sparse = program.is_vectorized
     self.method = (
       "add_n of the replicas' rows, in one program"
@@ -106,10 +97,7 @@ class OneProgram(_InOneProgram):
     )
 
   def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
-    """Concatenates parts: each member sends its part to all members.
-
-    TensorFlow has no all-gather operation for TPUs.
-    """
+    # TensorFlow has no all-gather operation for TPUs.
     if part.dtype == tf.float64:
       return super().all_gather_part(part)
     return self._gather(part)
@@ -124,20 +112,15 @@ class OneProgram(_InOneProgram):
     return self.all_reduce_sum(list(map(self._widened, tensors)))
 
   def _widened(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor in the dtype in which this engine adds it.
-
-    A TPU adds in the dtype of the tensors. Replicas on one device send nothing,
-    so that a wider sum costs nothing.
-    """
+    """Returns a tensor in the dtype in which this engine adds it."""
+    # Replicas on one device send nothing, so that a wider sum costs nothing.
     is_wide = self.is_compiled or tensor.dtype not in compression.WIRE_DTYPES
     return tensor if is_wide else tf.cast(tensor, tf.float32)
 
   def broadcast_from_first(self, variables: Iterable[Variable]) -> None:
-    """Gives all members of a group the values of its first member.
-
-    Vectorized members compute the same numbers, but may round them differently:
-    the last numbers of a tensor fill no vector of the processor.
-    """
+    """Gives all members of a group the values of its first member."""
+    # Vectorized members may round the same numbers differently: the last ones
+    # of a tensor fill no vector of the processor.
     if self.groups.group_size == 1 or self.is_compiled:
       return
     assignment = _in_order(self.groups)
@@ -147,6 +130,7 @@ class OneProgram(_InOneProgram):
           value = tf.convert_to_tensor(variable)
           variable.assign(self._program.first_of_group(value, assignment))
 
+  # The TPU compiler merges small sums; packing would copy gradients twice.
   @property
   def bucket_bytes(self) -> None:
     return None
