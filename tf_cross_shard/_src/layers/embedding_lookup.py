@@ -1,7 +1,4 @@
-"""Looks up rows of an embedding table without copying the table.
-
-`RowLookup` turns Keras' `Embedding` into `layers.Embedding`.
-"""
+"""Looks up rows of an embedding table without copying the table."""
 
 import abc
 from typing import Any

@@ -1,12 +1,8 @@
 """Batch normalization with statistics over the examples of a group.
 
-Keras' `BatchNormalization(synchronized=True)` sums over all replicas. Groups
-that should be independent would then share statistics.
-The layer in this module sums only within the group, in two passes:
-
-    replica 0 ──┐                          replica 2 ──┐
-                ├─ sum, count ─▶ mean                  ├─ sum, count ─▶ mean
-    replica 1 ──┘  ▶ squares ─▶ variance   replica 3 ──┘  ▶ squares ─▶ variance
+replica 0 ──┐                          replica 2 ──┐
+            ├─ sum, count ─▶ mean                  ├─ sum, count ─▶ mean
+replica 1 ──┘  ▶ squares ─▶ variance   replica 3 ──┘  ▶ squares ─▶ variance
 """
 
 from collections.abc import Sequence
@@ -71,16 +67,9 @@ class GroupBatchNorm:
   def _group_moments(
     self, inputs: tf.Tensor, axes: Sequence[int], keepdims: bool, mask: Any
   ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the mean and variance over the group's examples.
-
-    Args:
-      inputs: `[batch, ..., features]`, this replica's examples.
-      axes: The axes to reduce.
-      keepdims: Whether the results keep those axes, with size 1.
-      mask: A boolean for each position, `[batch, ...]` without the last axis,
-        that says whether it counts; None if all count.
-    """
-    # Pass 1: sums and counts over the group, then the mean.
+    """Returns the mean and variance over the group's examples."""
+    # Pass 1: sums and counts over the group, then the mean. The mask is
+    # `[batch, ...]` without the last axis.
     if mask is not None:
       mask = tf.cast(mask, tf.bool)[..., tf.newaxis]
       inputs = tf.where(mask, inputs, 0)

@@ -1,11 +1,4 @@
-"""Dropout with a rate for each group.
-
-    groups     0      1      2
-    rates     0.0    0.2    0.5
-
-Each call draws a seed from a state that is a variable of the layer, so that
-backups and `replica_state.save` contain it.
-"""
+"""Dropout with a rate for each group."""
 
 import abc
 from collections.abc import Callable
