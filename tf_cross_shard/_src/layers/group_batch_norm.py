@@ -28,6 +28,11 @@ class GroupBatchNorm:
   therefore equal those of plain Keras on the group's concatenated batch. A
   group without any example uses the moving statistics. With one replica, and in
   the cross-replica context, the layer behaves like Keras' layer.
+
+  >>> from tf_cross_shard import layers
+  >>> layer = layers.SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
+  >>> layer.group_assignment
+  [[0, 1], [2, 3]]
   """
 
   def __init__(

@@ -25,12 +25,7 @@ from tf_cross_shard._src.layers import (
 class SyncBatchNormalization(
   group_batch_norm.GroupBatchNorm, keras.layers.BatchNormalization
 ):
-  """Batch normalization over the examples of a group.
-
-  >>> layer = SyncBatchNormalization([[0, 1], [2, 3]], momentum=0.9)
-  >>> layer.group_assignment
-  [[0, 1], [2, 3]]
-  """
+  """Batch normalization over the examples of a group."""
 
   def _calculate_mean_and_var(
     self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
@@ -46,13 +41,7 @@ class SyncBatchNormalization(
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @documented
 class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
-  """Keras' `Embedding`, except that it reads only the rows of the batch.
-
-  >>> import tensorflow as tf
-  >>> layer = Embedding(1000, 2, embeddings_initializer="ones")
-  >>> layer(tf.constant([[3, 7]])).shape
-  TensorShape([1, 2, 2])
-  """
+  """Keras' `Embedding`, except that it reads only the rows of the batch."""
 
   def _can_read_rows(self, ids: Any) -> bool:
     is_plain = not self.sparse and not self._use_one_hot_matmul
@@ -65,12 +54,7 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @documented
 class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Dropout):
-  """Dropout with a rate for each group.
-
-  >>> layer = GroupDropout([0.0, 0.25], [[0, 1], [2, 3]])
-  >>> layer.rates
-  [0.0, 0.25]
-  """
+  """Dropout with a rate for each group."""
 
   def build(self, input_shape: Any) -> None:
     """Creates the state of the random numbers, as Keras 3 has it."""
