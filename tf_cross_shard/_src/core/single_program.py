@@ -7,9 +7,7 @@
     VectorizedStrategy(n, split_batches=True)   vectorized       no
     VectorizedStrategy(n)                       vectorized       yes
 
-Replicas that are models exchange nothing: each replica is the program of one
-device, and `num_replicas_in_sync` is 1. Ask `num_copies` how many copies a
-strategy has of each variable.
+Replicas that are models exchange nothing, and `num_replicas_in_sync` is 1.
 """
 
 import abc
@@ -20,18 +18,11 @@ import tensorflow as tf
 
 
 class SingleProgram(abc.ABC):
-  """The one program that all replicas of a strategy run.
+  """The one program that all replicas of a strategy run."""
 
-  Attributes:
-    num_copies: The number of copies that the strategy has of each variable.
-    are_models: Whether each replica is a model of its own.
-    is_vectorized: Whether the replicas are on one device, as one vectorized
-      program. If False, XLA compiles every program, as on TPUs.
-  """
-
-  num_copies: int
-  are_models = False
-  is_vectorized = True
+  num_copies: int  # Of each variable.
+  are_models = False  # Whether each replica is a model of its own.
+  is_vectorized = True  # On one device. Otherwise, XLA compiles all programs.
 
   @abc.abstractmethod
   def cross_replica_sum(
@@ -46,10 +37,7 @@ class SingleProgram(abc.ABC):
     """Sends the i-th of equal slices to the i-th member of the group."""
 
   def same_on_all_replicas(self, value: tf.Tensor) -> tf.Tensor:
-    """Declares that all replicas have this value; returns it.
-
-    A condition on the value then takes one branch, with all replicas in it.
-    """
+    """Declares that all replicas have this value, so they take one branch."""
     return value
 
   def first_of_group(
@@ -121,10 +109,7 @@ def is_vectorized(strategy: tf.distribute.Strategy) -> bool:
 
 
 def num_copies(strategy: tf.distribute.Strategy) -> int:
-  """Returns how many copies a strategy has of each variable.
-
-  It is the number of replicas; `num_replicas_in_sync` is 1 if they are models.
-  """
+  """Returns how many copies a strategy has of each variable."""
   program = of_strategy(strategy)
   if program is None:
     return int(strategy.num_replicas_in_sync)
