@@ -82,7 +82,7 @@ def main() -> None:
     epochs=FLAGS.epochs,
     steps_per_epoch=len(train),
     shuffle=False,  # The dataset is shuffled already.
-    verbose=2,  # One line per epoch.
+    verbose=0,
     callbacks=[callbacks.GroupMetrics(test)],
   ).history
   for name, values in history.items():

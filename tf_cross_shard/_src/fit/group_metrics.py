@@ -31,7 +31,6 @@ from tf_cross_shard._src.fit import (
   group_callback,
   group_evaluation,
   keras_fit,
-  progress,
 )
 from tf_cross_shard._src.replica_state import group_state
 
@@ -46,9 +45,8 @@ class GroupMetrics(group_callback.GroupCallback):
 
   The metrics of each group are `val_loss/group_0`, `val_accuracy/group_0` and
   so on, or have the names of the groups (`groups.singletons(2, names=["a",
-  "b"])`). You see them in the history, and below the progress bar, in one line
-  for each metric. Callbacks of this package that come later in the list read
-  them.
+  "b"])`). You see them in the history and in Keras' progress bar. Callbacks of
+  this package that come later in the list read them.
 
   **Under VectorizedStrategy**, `fit(validation_data=...)` evaluates all models
   in one program, and `GroupMetrics()` reads the metrics of each model:
@@ -202,9 +200,6 @@ class GroupMetrics(group_callback.GroupCallback):
         f" callbacks; got {self._name!r} twice. Give the second one a name:"
         ' GroupMetrics(test_data, name="test").'
       )
-    # The first one writes the metrics of training, too, with any name.
-    prefix = self.prefix if self.prefixes_before() else ""
-    progress.show_in_own_lines([prefix], self.keys, lambda: self._names)
     self._evaluator = None
     self._known = None
     self.diverged = set()

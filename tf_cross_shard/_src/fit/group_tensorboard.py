@@ -1,12 +1,22 @@
 """Writes the metrics of each group as a separate TensorBoard run."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.fit import group_callback, summaries
+from tf_cross_shard._src.fit import group_callback
 from tf_cross_shard._src.replica_state import group_state
+from tf_cross_shard._src.replica_state import paths as paths_lib
+
+# TensorFlow's own functions write these entries only if TensorBoard is there.
+_SCALAR: Final = tf.compat.v1.SummaryMetadata(
+  plugin_data={"plugin_name": "scalars"}, data_class="DATA_CLASS_SCALAR"
+)
+_TEXT: Final = tf.compat.v1.SummaryMetadata(
+  plugin_data={"plugin_name": "text"}, data_class="DATA_CLASS_TENSOR"
+)
 
 
 class GroupTensorBoard(group_callback.GroupCallback):
@@ -53,7 +63,8 @@ class GroupTensorBoard(group_callback.GroupCallback):
       log_dir: A folder, which is created if necessary.
     """
     super().__init__()
-    self._runs = summaries.Runs(log_dir)
+    self._log_dir = paths_lib.as_path(log_dir, "log_dir")
+    self._writers: dict[str, Any] = {}
     self._run_rates: Any = None
 
   def on_train_begin(self, logs: Any = None) -> None:
@@ -89,11 +100,35 @@ class GroupTensorBoard(group_callback.GroupCallback):
         about = {}
         if folder != "ensemble":
           about = {"group": folder, "learning_rate": scalars["learning_rate"]}
-        self._runs.write(folder, epoch, scalars, about)
+        self._write(folder, epoch, scalars, about)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Closes the files."""
-    self._runs.close()
+    for writer in self._writers.values():
+      writer.close()
+    self._writers = {}
+
+  def _write(
+    self,
+    run: str,
+    step: int,
+    scalars: Mapping[str, Any],
+    about: Mapping[str, Any],
+  ) -> None:
+    """Adds a point to each curve of a run, whose table begins the file."""
+    if run not in self._writers:
+      writer = tf.summary.create_file_writer(str(self._log_dir / run))
+      self._writers[run] = writer
+      if about:
+        # A table in Markdown, which TensorBoard shows as such.
+        rows = [f"| {name} | {value} |" for name, value in about.items()]
+        table = "\n".join(["| name | value |", "| --- | --- |", *rows])
+        with writer.as_default(step=0):
+          tf.summary.write("hyperparameters", table, metadata=_TEXT)
+    with self._writers[run].as_default(step=step):
+      for tag, value in scalars.items():
+        tf.summary.write(tag, tf.cast(value, tf.float32), metadata=_SCALAR)
+    self._writers[run].flush()
 
   def _rates(self, state: group_state.GroupState) -> list[float]:
     """Returns the learning rate of each group, as its replicas compute it."""

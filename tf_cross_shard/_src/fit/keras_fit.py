@@ -68,11 +68,6 @@ def may_validate() -> bool:
   return arguments.get("validation_data", ()) is not None
 
 
-def progress_bar_of_fit() -> Any:
-  """Returns the callback that prints the progress of `fit`; None if silent."""
-  return keras_private.callback_of_fit("ProgbarLogger")
-
-
 def begin_at(model: Any, epoch: int | None) -> None:
   """Makes `fit` begin at an epoch. Call it in `on_train_begin`.
 
