@@ -79,6 +79,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     with a different model or number of groups, or if the workers do not see the
     same folder.
   - `MissingWorkerError` if a worker does not connect.
+  - `ValueError` if a callback whose state is saved comes after this one.
 
   While `fit` runs, a backup can raise the errors of `replica_state.save`.
   """
