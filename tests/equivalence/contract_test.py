@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import contract, testbed
+from tests.support import contract
 from tf_cross_shard import CrossShardOptimizer
 
 
@@ -39,7 +39,7 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
     plain = optimizer.inner_optimizer
     twin = type(plain).from_config(plain.get_config())
     expected = self._variable("weight_0")
-    testbed.build(twin, [expected])
+    twin.build([expected])
     for scale in (1.0, 2.0):
       twin.apply_gradients([(scale * tf.ones([2, 3]), expected)])
     np.testing.assert_array_equal(weight.numpy(), expected.numpy())
@@ -60,7 +60,7 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
 
   def test_variables_are_the_encapsulated_ones(self, make: Any) -> None:
     optimizer, _ = self._built(make)
-    inner = testbed.variables_of(optimizer.inner_optimizer)
+    inner = optimizer.inner_optimizer.variables
     assert len(inner) >= 1
     for listed in (optimizer.variables, optimizer.variables()):
       assert [id(v) for v in listed] == [id(v) for v in inner]
@@ -93,9 +93,10 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
       (optimizer, type(inner).from_config(inner.get_config())),
       (inner, make()),
     ):
-      path = contract.checkpoint(source, weight).save(str(tmp_path / "ck"))
-      testbed.build(target, [weight])
-      status = contract.checkpoint(target, weight).restore(path)
+      checkpoint = tf.train.Checkpoint(optimizer=source)
+      path = checkpoint.save(str(tmp_path / "ck"))
+      target.build([weight])
+      status = tf.train.Checkpoint(optimizer=target).restore(path)
       status.assert_consumed()
       self._assert_same_state(source, target)
 
@@ -103,8 +104,6 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
     self, make: Any, tmp_path: pathlib.Path
   ) -> None:
     plain = make().inner_optimizer
-    if testbed.is_legacy(plain):
-      pytest.skip("tf_keras keeps no state of these in .keras files")
     first = type(plain).from_config(plain.get_config())
     second = type(plain).from_config(plain.get_config())
     for source, target in ((make(), first), (second, make())):
@@ -115,11 +114,11 @@ class TestCrossShardOptimizer(contract.OptimizerContract):
 
 
 class _OfTfKeras:
-  """Two representatives of tf_keras next to Keras 3: a new and a legacy one."""
+  """A representative of tf_keras, next to Keras 3."""
 
   library_name = "tf_keras"
 
-  @pytest.fixture(params=["Adam", "legacy Momentum"])
+  @pytest.fixture(params=["Adam"])
   def make(self, request: pytest.FixtureRequest) -> Any:
     return self._maker(request.param)
 

@@ -88,8 +88,8 @@ def _assert_equal_to_fits(
   models = zip(*map(testbed.copies, model.weights), strict=True)
   plain = make()
   plain.compile(optimizer(RATES[0]), loss)
-  testbed.build(plain.optimizer, plain.trainable_variables)
-  state = [*plain.variables, *testbed.variables_of(plain.optimizer)]
+  plain.optimizer.build(plain.trainable_variables)
+  state = [*plain.variables, *plain.optimizer.variables]
   start = [np.array(variable) for variable in state]
   for rate, weights in zip(RATES, models, strict=True):
     for variable, value in zip(state, start, strict=True):

@@ -69,7 +69,6 @@ def _train(which: str, make: Any, strategy: Any = None, **options: Any) -> Any:
     (which, kind)
     for which, (library, _) in training.KERASES.items()
     for kind in testbed.optimizers_of(library)
-    if not kind.startswith("legacy")
   ],
 )
 def test_default_is_plain_keras(which: str, kind: str) -> None:

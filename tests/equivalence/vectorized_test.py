@@ -210,7 +210,7 @@ def _train(
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=jit)
   history = testbed.fit(model, data, epochs=2).history
-  variables = [*model.weights, *testbed.variables_of(optimizer)]
+  variables = [*model.weights, *optimizer.variables]
   return list(map(testbed.copies, variables)), history["loss"]
 
 
@@ -241,9 +241,9 @@ def test_options(name: str) -> None:
         for weight, shape in shapes.items()
       ]
       optimizer = OPTIMIZERS[name]()
-      testbed.build(optimizer, weights)
+      optimizer.build(weights)
     training.train(weights, optimizer, grads, strategy=strategy)
-    variables = [*weights, *testbed.variables_of(optimizer)]
+    variables = [*weights, *optimizer.variables]
     found.append(list(map(testbed.copies, variables)))
   for own, other in zip(*found, strict=True):
     np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
@@ -412,7 +412,7 @@ def test_members_of_a_group_stay_bitwise_equal(
 
   for _ in range(12):
     step(given)
-  for variable in (*weights, *testbed.variables_of(optimizer)):
+  for variable in (*weights, *optimizer.variables):
     assert len({copy.tobytes() for copy in testbed.copies(variable)}) == 1
 
 
@@ -472,7 +472,7 @@ def test_values_on_the_host(tmp_path: Any) -> None:
         _adam(schedules.PerGroup([0.1, 0.2, 0.3, 0.4])), group_assignment=SINGLE
       )
       model.compile(optimizer, "mse")
-      testbed.build(optimizer, model.trainable_variables)
+      optimizer.build(model.trainable_variables)
     return model, optimizer
 
   model, optimizer = make(VectorizedStrategy(N, split_batches=True))

@@ -114,7 +114,7 @@ def set_groups(variable: Any, values: Sequence[Any]) -> None:
 
 def mark(model: Any, epoch: int) -> None:
   """Sets all variables to a number that encodes the epoch and the group."""
-  for variable in (*model.weights, *testbed.variables_of(model.optimizer)):
+  for variable in (*model.weights, *model.optimizer.variables):
     set_groups(variable, [10 * epoch, 10 * epoch + 1])
 
 

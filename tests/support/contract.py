@@ -20,16 +20,6 @@ from tests.support import testbed
 REPRESENTATIVES = ("Momentum", "Adam", "Adagrad", "Adafactor", "Lion")
 
 
-def checkpoint(optimizer: Any, weight: Any) -> tf.train.Checkpoint:
-  """Returns a checkpoint of an optimizer.
-
-  For legacy optimizers, the checkpoint also contains the variable, because
-  their slots are saved with it.
-  """
-  extra = {"weight": weight} if testbed.is_legacy(optimizer) else {}
-  return tf.train.Checkpoint(optimizer=optimizer, **extra)
-
-
 class OptimizerContract:
   """Assertions about one optimizer on one device.
 
@@ -83,9 +73,7 @@ class OptimizerContract:
 
   def test_config_round_trip(self, make: Any) -> None:
     saving = importlib.import_module(f"{self.library_name}.saving")
-    is_legacy = testbed.is_legacy(make())
-    options = {} if is_legacy else {"use_ema": True, "ema_momentum": 0.75}
-    optimizer = make(clipnorm=0.5, **options)
+    optimizer = make(clipnorm=0.5, use_ema=True, ema_momentum=0.75)
     config = optimizer.get_config()
     again = type(optimizer).from_config(dict(config))
     assert again.get_config() == config == optimizer.get_config()
@@ -99,26 +87,23 @@ class OptimizerContract:
     self, make: Any, built_first: bool, tmp_path: pathlib.Path
   ) -> None:
     optimizer, (weight,) = self._trained(make)
-    path = checkpoint(optimizer, weight).save(str(tmp_path / "checkpoint"))
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer)
+    path = checkpoint.save(str(tmp_path / "checkpoint"))
     other = make()
     if built_first:
-      testbed.build(other, [weight])
-    status = checkpoint(other, weight).restore(path)
+      other.build([weight])
+    status = tf.train.Checkpoint(optimizer=other).restore(path)
     if built_first:
       status.assert_consumed()
-    testbed.build(other, [weight])
+    other.build([weight])
     self._assert_same_state(optimizer, other)
 
   def test_model_file_round_trip(
     self, make: Any, tmp_path: pathlib.Path
   ) -> None:
     model = self._model(make())
-    # tf_keras leaves the state of its older optimizers out of .keras files.
-    is_encapsulated = hasattr(model.optimizer, "inner_optimizer")
-    is_left_out = testbed.is_legacy(model.optimizer) and not is_encapsulated
-    suffix = "h5" if is_left_out else "keras"
-    model.save(tmp_path / f"model.{suffix}")
-    again = self.library.models.load_model(tmp_path / f"model.{suffix}")
+    model.save(tmp_path / "model.keras")
+    again = self.library.models.load_model(tmp_path / "model.keras")
     assert type(again.optimizer) is type(model.optimizer)
     self._assert_same_state(model.optimizer, again.optimizer)
 
@@ -129,14 +114,12 @@ class OptimizerContract:
     optimizer = make()
     optimizer.learning_rate = schedule
     weight = self._variable("weight")
-    testbed.build(optimizer, [weight])
+    optimizer.build([weight])
     for rate in (0.25, 0.25, 0.5):
       if not self.is_tf_keras:
         assert float(optimizer.learning_rate) == rate
       optimizer.apply_gradients([(tf.ones([2, 3]), weight)])
-      if testbed.is_legacy(optimizer):
-        assert optimizer.learning_rate is schedule
-      elif self.is_tf_keras:  # It is computed when a step begins.
+      if self.is_tf_keras:  # It is computed when a step begins.
         assert float(optimizer.learning_rate) == rate
 
   def _maker(self, name: str) -> Any:
@@ -149,7 +132,7 @@ class OptimizerContract:
   def _built(self, make: Any, count: int = 1) -> tuple[Any, list[Any]]:
     variables = [self._variable(f"weight_{i}") for i in range(count)]
     optimizer = make()
-    testbed.build(optimizer, variables)
+    optimizer.build(variables)
     return optimizer, variables
 
   def _trained(self, make: Any) -> tuple[Any, list[Any]]:
@@ -163,7 +146,7 @@ class OptimizerContract:
     layers = self.library.layers
     model = self.library.Sequential([self.library.Input((3,)), layers.Dense(2)])
     model.compile(optimizer, "mse")
-    testbed.build(optimizer, model.trainable_variables)
+    optimizer.build(model.trainable_variables)
     for _ in range(steps):
       optimizer.apply_gradients(
         [(tf.ones(each.shape), each) for each in model.trainable_variables]
@@ -172,7 +155,7 @@ class OptimizerContract:
 
   def _assert_same_state(self, first: Any, second: Any) -> None:
     """Checks that all variables of two optimizers have the same bits."""
-    states = [testbed.variables_of(each) for each in (first, second)]
+    states = [each.variables for each in (first, second)]
     assert len(states[0]) == len(states[1]) >= 1
     for a, b in zip(*states, strict=True):
       np.testing.assert_array_equal(a.numpy(), b.numpy())

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tests.support import testbed, training
 
-KINDS = ("keras", "tf_keras", "legacy")  # legacy optimizers of tf_keras
+KINDS = ("keras", "tf_keras")
 WAYS = ("fit", "scale_loss", "minimize")
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 SCALINGS = ("none", "inside", "outside")
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
   @property
   def library(self) -> Any:
     """The Keras of the cell, a module."""
-    return training.KERASES[self.kind.replace("legacy", "tf_keras")][0]
+    return training.KERASES[self.kind][0]
 
   @property
   def scale(self) -> float | None:
@@ -79,13 +79,11 @@ class Cell(NamedTuple):
 
   def plain(self) -> Any:
     """Returns SGD with momentum, which also acts where gradients are zero."""
-    home = self.library.optimizers
-    home = home.legacy if self.kind == "legacy" else home
-    return home.SGD(0.5, momentum=0.5)
+    return self.library.optimizers.SGD(0.5, momentum=0.5)
 
   def sharded(self, groups: Any) -> Any:
     """Returns our optimizer, with the loss scaling inside or outside of it."""
-    _, package = training.KERASES[self.kind.replace("legacy", "tf_keras")]
+    _, package = training.KERASES[self.kind]
     inner = SCALE if self.scaling == "inside" else None
     outer = SCALE if self.scaling == "outside" else None
     optimizer = package.CrossShardOptimizer(
@@ -260,7 +258,7 @@ def expected(
   with policy(cell):
     model = model_of(cell.library, given)
   optimizer = cell.scaled(cell.plain(), cell.scale)
-  testbed.build(optimizer, model.trainable_variables)
+  optimizer.build(model.trainable_variables)
   for x, y in zip(given.x[:, rows], given.y[:, rows], strict=True):
     is_bad = not np.isfinite(x).all()
     skipped += is_bad
@@ -292,9 +290,9 @@ WORKER_CELLS = {
   Cell("tf_keras", "scale_loss", "float32", "inside", False): APART,
   Cell("tf_keras", "fit", "mixed_float16", "outside", False): TOGETHER,
   Cell("tf_keras", "fit", "mixed_bfloat16", "none", False): TOGETHER,
-  Cell("legacy", "fit", "float32", "outside", False): TOGETHER,
-  Cell("legacy", "scale_loss", "mixed_float16", "none", True): APART,
-  Cell("legacy", "scale_loss", "mixed_bfloat16", "inside", False): TOGETHER,
+  Cell("tf_keras", "fit", "float32", "outside", False): TOGETHER,
+  Cell("tf_keras", "scale_loss", "mixed_float16", "none", True): APART,
+  Cell("tf_keras", "scale_loss", "mixed_bfloat16", "inside", False): TOGETHER,
 }
 # TensorFlow's own strategy, under which `fit` of Keras 3 fails.
 OF_TENSORFLOW = Cell("tf_keras", "fit", "mixed_float16", "outside", False)

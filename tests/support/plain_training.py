@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tests.support import random_programs, testbed, training
+from tests.support import random_programs, training
 from tests.support.random_programs import Features, Model, Program
 
 _TOLERANCES = {
@@ -119,12 +119,12 @@ def expected(
   optimizer = random_programs.make_optimizer(program, group)
   if program.excluded:
     optimizer.exclude_from_weight_decay(var_names=program.excluded)
-  testbed.build(optimizer, model.known)
+  optimizer.build(model.known)
   gradients = _gradients_of(program, model)
   history: list[list[np.ndarray]] = []
 
   def values() -> list[np.ndarray]:
-    variables = [*model.known, *testbed.variables_of(optimizer)]
+    variables = [*model.known, *optimizer.variables]
     return [variable.numpy() for variable in variables]
 
   skipped = 0
@@ -190,7 +190,7 @@ def _apply_lazily(optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
       name = table.name.split(":")[0].rpartition("/")[2]
       kept += [
         (each, rows, each.numpy()[rows])
-        for each in (table, *testbed.variables_of(optimizer))
+        for each in (table, *optimizer.variables)
         if name in each.name and tuple(each.shape) == tuple(table.shape)
       ]
   optimizer.apply_gradients(pairs)

@@ -538,7 +538,7 @@ def train(
     model, optimizer = _train(program, strategy, path)
   values = [
     testbed.copies(variable)
-    for variable in [*model.known, *testbed.variables_of(optimizer)]
+    for variable in [*model.known, *optimizer.variables]
   ]
   counts: list[Any] = [None] * len(values[0])
   if program.options.get("skip_nonfinite"):

@@ -43,14 +43,11 @@ RATES: dict[str, dict[str, float]] = {
 def optimizers_of(library: Any) -> dict[str, Callable[..., Any]]:
   """Returns functions that make the optimizers of a Keras, by name."""
   found = {}
-  homes = {"": library.optimizers}
-  if not hasattr(library, "Variable"):
-    homes["legacy "] = library.optimizers.legacy
-  for prefix, home in homes.items():
-    for name, options in RATES.items():
-      kind = getattr(home, "SGD" if name == "Momentum" else name, None)
-      if kind is not None:
-        found[prefix + name] = functools.partial(kind, **options)
+  for name, options in RATES.items():
+    kind = "SGD" if name == "Momentum" else name
+    if hasattr(library.optimizers, kind):
+      make = getattr(library.optimizers, kind)
+      found[name] = functools.partial(make, **options)
   # In Keras 3.12, Muon's update reads an attribute that TensorFlow's variables
   # lack, so that plain Keras cannot use it either.
   muon = getattr(library.optimizers, "Muon", None)
@@ -126,28 +123,6 @@ def variable(
 ) -> Any:
   """Returns a variable of a Keras. tf_keras uses `tf.Variable`."""
   return getattr(library, "Variable", tf.Variable)(value, name=name)
-
-
-def is_legacy(optimizer: Any) -> bool:
-  """Whether an optimizer, or its inner one, is from `optimizers.legacy`."""
-  optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-  return "legacy" in type(optimizer).__module__
-
-
-def build(optimizer: Any, variables: Sequence[Any]) -> None:
-  """Creates the slots, also of legacy optimizers, which have no `build`."""
-  if hasattr(optimizer, "build"):
-    optimizer.build(variables)
-  else:
-    optimizer._create_all_weights(variables)
-
-
-def variables_of(optimizer: Any) -> list[Any]:
-  """Returns all variables of an optimizer of any Keras, in a fixed order."""
-  found = optimizer.variables
-  found = list(found() if callable(found) else found)
-  # Legacy optimizers list variables in the order in which they were made.
-  return sorted(found, key=lambda v: v.name) if is_legacy(optimizer) else found
 
 
 def groups_of(

@@ -153,7 +153,7 @@ class Regression:
     There is no strategy. The loss is multiplied by `factor`.
     """
     variables = self.variables(library) if variables is None else variables
-    testbed.build(optimizer, variables)
+    optimizer.build(variables)
     for step in range(self.steps):
       x, y = self.group_batch(step, members)
       with tf.GradientTape() as tape:
@@ -270,7 +270,7 @@ def train_plain(
   steps: Sequence[int] | None = None,
 ) -> None:
   """Takes steps of plain Keras with the sums over a group's members."""
-  testbed.build(optimizer, weights)
+  optimizer.build(weights)
   for i in range(len(grads[0])) if steps is None else steps:
     sums = [tf.constant(rows[i, list(members)].sum(0)) for rows in grads]
     optimizer.apply_gradients(list(zip(sums, weights, strict=True)))

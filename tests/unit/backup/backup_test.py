@@ -65,7 +65,7 @@ def _model(
     library.optimizers.Adam(0.01), group_assignment=groups
   )
   if is_plain:
-    optimizer = library.optimizers.legacy.Adam(0.01)
+    optimizer = library.optimizers.Adam(0.01)
   model.compile(optimizer, "mse", **options)
   return model
 
@@ -78,7 +78,7 @@ def _fit(model: Any, *others: Any) -> list[int]:
 
 
 def _variables(model: Any) -> list[Any]:
-  return [*model.variables, *testbed.variables_of(model.optimizer)]
+  return [*model.variables, *model.optimizer.variables]
 
 
 def _state(model: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     ("vectorized groups", 4, 2),
     ("tf_keras", 4, 2),
     ("tf_keras, executions", 4, 2),
-    ("tf_keras, plain legacy", 4, 2),
+    ("tf_keras, plain", 4, 2),
     ("one device, ragged executions", 6, 3),  # as Keras 3 counts
     ("tf_keras, ragged executions", 4, 3),
   ],
@@ -572,6 +572,22 @@ def test_a_run_that_finds_its_work_finished(
   assert f"delete the folder {tmp_path}" in text
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_an_optimizer_that_cannot_be_saved_is_named(
+  is_compiled: bool, tmp_path: pathlib.Path
+) -> None:
+  model = tf_keras.Sequential([tf_keras.Input((4,)), tf_keras.layers.Dense(1)])
+  adam = tf_keras.optimizers.legacy.Adam()
+  model.compile(adam if is_compiled else "sgd", "mse")
+  if not is_compiled:
+    model.second = adam
+  backup = callbacks.BackupAndRestore(tmp_path)
+  with pytest.raises(
+    TypeError, match=r"legacy; got Adam\. Use a class without"
+  ):
+    model.fit(X, X[:, :1], verbose=0, callbacks=[backup])
+
+
 class Gan(tf.keras.Model):
   """A model that keeps its optimizers in a dictionary and in a list."""
 
@@ -626,7 +642,7 @@ def test_all_optimizers_that_a_model_holds(tmp_path: pathlib.Path) -> None:
     model.compile("sgd", "mse")
     testbed.fit(model, DATA, epochs, callbacks=list(used))
     optimizers = model.by_name["first"], model.listed[0], model.inside.optimizer
-    slots = [v for o in optimizers for v in testbed.variables_of(o)]
+    slots = [v for o in optimizers for v in o.variables]
     return [np.array(v) for v in (*model.trainable_variables, *slots)]
 
   def backup() -> callbacks.BackupAndRestore:

@@ -55,7 +55,6 @@ OPTIMIZERS: dict[str, Make] = {
   "loss scale": lambda library, rate: (
     library.optimizers if library is keras else library.mixed_precision
   ).LossScaleOptimizer(library.optimizers.Adam(rate)),
-  "legacy": lambda library, rate: library.optimizers.legacy.Adam(rate),
   "warmup": lambda library, rate: library.optimizers.SGD(
     _halved(library, rate)
   ),
@@ -98,7 +97,7 @@ def _train(
     ("mirrored", keras, "loss scale", {"shard_update": True}, False),
     ("mirrored", tf_keras, "warmup", {}, False),
     ("virtual", keras, "decayed weights", {"shard_update": True}, False),
-    ("virtual", tf_keras, "legacy", {}, False),
+    ("virtual", tf_keras, "averages", {}, False),
   ],
 )
 def test_each_group_learns_with_its_rate(

@@ -16,7 +16,7 @@ from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
 
 def _state(model: Any, members: Sequence[int]) -> list[list[np.ndarray]]:
   """The members' weights, slots and iterations."""
-  kept = testbed.variables_of(model.optimizer)
+  kept = model.optimizer.variables
   whole = [testbed.copies(v) for v in [*model.weights, *kept]]
   return [[copies[replica] for replica in members] for copies in whole]
 

@@ -44,10 +44,6 @@ def _write(
     np.savez(file, about=text, **arrays)
 
 
-def _older(library: Any) -> Any:
-  return library.optimizers.legacy.Adam
-
-
 def _scaled(library: Any) -> Any:
   return lambda rate: library.mixed_precision.LossScaleOptimizer(
     library.optimizers.Adam(rate), initial_scale=4.0, dynamic_growth_steps=3
@@ -72,7 +68,7 @@ def _accumulating(library: Any) -> Any:
     ),
     ("pair", keras3, _accumulating),
     ("mirrored", tf_keras, _scaled),
-    ("virtual", tf_keras, _older),
+    ("virtual", tf_keras, lambda library: library.optimizers.Adam),
   ],
 )
 def test_restored_training_equals_uninterrupted_training(
@@ -353,20 +349,19 @@ def test_restore_builds_the_optimizer_on_one_device(
   assert strategy.run(lambda: train(optimizer, weight, (2.0,))) == -8.5
 
 
-@pytest.mark.parametrize("kind", ["new", "legacy", "scaled legacy"])
+@pytest.mark.parametrize("is_scaled", [False, True])
 def test_state_that_fit_created_in_tf_keras_restores_into_a_new_program(
-  kind: str, tmp_path: pathlib.Path
+  is_scaled: bool, tmp_path: pathlib.Path
 ) -> None:
   """A step of tf_keras puts its name scopes into the names of slots."""
   library = tf_keras_library
-  is_scaled = kind.startswith("scaled")  # It refuses a VectorizedStrategy.
 
   def compiled() -> Any:
+    # A loss scale of tf_keras refuses a VectorizedStrategy.
     strategy = testbed.mirrored(2) if is_scaled else VectorizedStrategy(2)
-    home = library.optimizers if kind == "new" else library.optimizers.legacy
     with strategy.scope():
       model = library.Sequential([library.Input((3,)), library.layers.Dense(2)])
-      adam = home.Adam(0.1)
+      adam = library.optimizers.Adam(0.1)
       if is_scaled:
         adam = library.mixed_precision.LossScaleOptimizer(adam)
       model.compile(adam, "mse")

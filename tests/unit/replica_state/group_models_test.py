@@ -222,13 +222,10 @@ COPIES: dict[str, tuple[str, str, Any, Any, dict[str, Any]]] = {
   ),
   "scaled": ("mirrored", "keras", CROSSED, "scaled", {}),
   "tf_keras": ("mirrored", "tf_keras", CROSSED, "Adam", {}),
-  "legacy": ("mirrored", "tf_keras", CROSSED, "legacy", {}),
 }
 
 
 def _optimizer(home: Any, name: str) -> Callable[[float], Any]:
-  if name == "legacy":
-    return functools.partial(home.optimizers.legacy.SGD, momentum=0.5)
   if name == "scaled":
     return lambda rate: home.optimizers.LossScaleOptimizer(
       home.optimizers.SGD(rate, momentum=0.5, use_ema=True)

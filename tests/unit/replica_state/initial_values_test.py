@@ -88,7 +88,7 @@ def test_members_of_a_group_start_alike() -> None:
     )
     model.compile(optimizer, "mse")
     optimizer.build(model.trainable_variables)
-  for variable in (*model.weights, *testbed.variables_of(optimizer)):
+  for variable in (*model.weights, *optimizer.variables):
     variable.assign(tf.ones_like(variable.numpy()))
   optimizer.learning_rate = 1.0
   replica_state.initialize(model, build, [5, 7], optimizer)

@@ -43,7 +43,7 @@ class Bench:
     self._before = self._state()
 
   def _state(self) -> list[Any]:
-    slots = map(testbed.variables_of, (self.first, self.second))
+    slots = (each.variables for each in (self.first, self.second))
     return [values(v) for v in ([self.c, self.d, self.global_step], *slots)]
 
   def check_untouched(self) -> None:

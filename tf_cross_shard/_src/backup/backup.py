@@ -14,7 +14,6 @@ from absl import logging
 from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
-from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import group_callback, keras_fit
 from tf_cross_shard._src.replica_state import (
@@ -168,8 +167,9 @@ class BackupAndRestore(group_callback.GroupCallback):
         f" {', '.join(later)} runs after it, so its state would be out of date."
         " Put BackupAndRestore last in the list of callbacks."
       )
+    nested_lib.check_optimizer(optimizer)
     with strategy.scope():
-      keras_private.builder(optimizer)(self.model.trainable_variables)
+      optimizer.build(self.model.trainable_variables)
     self._files = backup_files.BackupFiles(self._backup_dir, strategy)
     path = self._files.newest()
     keras_fit.begin_at(self.model, None)

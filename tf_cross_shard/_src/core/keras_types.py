@@ -3,4 +3,4 @@
 from typing import Any, TypeAlias
 
 Variable: TypeAlias = Any  # A `tf.Variable` or a `keras.Variable`.
-Optimizer: TypeAlias = Any  # Of Keras 3 or tf_keras, new or legacy.
+Optimizer: TypeAlias = Any  # Of Keras 3 or tf_keras.

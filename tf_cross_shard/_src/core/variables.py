@@ -114,8 +114,6 @@ def _automatic_names() -> set[str]:
     keras = sys.modules.get(package)
     if keras is not None:
       kinds += [keras.layers.Layer, keras.optimizers.Optimizer]
-      legacy = getattr(keras.optimizers, "legacy", None)
-      kinds += [getattr(legacy, "Optimizer", keras.optimizers.Optimizer)]
   while kinds:
     kind = kinds.pop()
     found.add(kind.__name__.replace("_", "").lower())

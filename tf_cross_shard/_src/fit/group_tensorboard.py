@@ -135,10 +135,7 @@ class GroupTensorBoard(group_callback.GroupCallback):
     strategy, optimizer = state.copies.engine.strategy, self.model.optimizer
 
     def rate() -> tf.Tensor:
-      value = optimizer.learning_rate
-      if callable(value):  # tf_keras' legacy optimizers return the schedule.
-        value = value(optimizer.iterations)
-      return tf.cast(value, tf.float32)
+      return tf.cast(optimizer.learning_rate, tf.float32)
 
     if self._run_rates is None:
       self._run_rates = tf.function(lambda: strategy.run(rate), autograph=False)

@@ -235,8 +235,7 @@ def _build(optimizer: Any, model: Any) -> None:
   # Until the LossScaleOptimizer is built, there is no variable into which its
   # loss scale can be restored.
   outermost = layers[0]
-  build = keras_private.builder(outermost)
-  if keras_private.is_built(outermost) or build is None:
+  if keras_private.is_built(outermost):
     return
   listed = [v for v in group_state.variables_of(model) if v.trainable]
   variables = getattr(model, "trainable_variables", listed)
@@ -252,7 +251,7 @@ def _build(optimizer: Any, model: Any) -> None:
         " of one strategy; nothing was changed."
       )
   with strategy.scope():
-    build(variables)
+    outermost.build(variables)
 
 
 def _build_saved(target: epath.Path, optimizer: Any, model: Any) -> None:

@@ -148,7 +148,7 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     trained = tracked.trained_by(each) or model.trainable_variables
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
-      keras_private.builder(copy)(trained)
+      copy.build(trained)
     kept = set(map(id, nested_lib.rate_variables(each)))
     initial = dict(optimizer_state.state_variables(copy))
     for name, variable in optimizer_state.state_variables(each):

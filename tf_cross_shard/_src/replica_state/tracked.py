@@ -22,6 +22,7 @@ def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
   found: dict[str, Any] = {"": optimizer}
   known = set(map(id, nested_lib.nested_optimizers(optimizer)))
   for path, value in _walk(model, "model", set()):
+    keras_private.check_not_legacy(value, path)
     inside = list(nested_lib.nested_optimizers(value))
     if not known.intersection(map(id, inside)):
       found[f"{path}/"] = value
@@ -91,7 +92,7 @@ def build(
       )
     *_, base_optimizer = nested_lib.nested_optimizers(each)
     with keras_private.strategy(base_optimizer).scope():
-      keras_private.builder(each)([variables[name] for name in names])
+      each.build([variables[name] for name in names])
 
 
 def trained_by(optimizer: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from tf_cross_shard._src.towers import tower_optimizer
 class TowerOptimizer(tower_optimizer.TowerOptimizer, facade.TfKerasFacade):
   """Sums gradients over the towers of a model function and applies them once.
 
-  This class wraps an optimizer of tf_keras, legacy or not.
+  This class wraps an optimizer of tf_keras.
 
   >>> import tensorflow as tf
   >>> import tf_keras as keras

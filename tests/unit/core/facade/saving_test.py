@@ -29,14 +29,13 @@ def _adam(home: Any) -> Any:
 def _model(
   kind: str, groups: Any = PAIR, make: Callable[[Any], Any] = _adam
 ) -> Any:
-  """A compiled and built model of two replicas; "legacy" is of tf_keras."""
-  library, package = KERASES["keras" if kind == "keras" else "tf_keras"]
-  optimizers = library.optimizers
+  """A compiled and built model of two replicas."""
+  library, package = KERASES[kind]
   library.utils.set_random_seed(1)
   with testbed.mirrored(2).scope():
     layers = [library.layers.Dense(4, "tanh"), library.layers.Dense(2)]
     model = library.Sequential([library.Input((3,)), *layers])
-    opt = make(optimizers.legacy if kind == "legacy" else optimizers)
+    opt = make(library.optimizers)
     optimizer = package.CrossShardOptimizer(opt, group_assignment=groups)
     optimizer.build(model.trainable_variables)
     model.compile(optimizer, "mse")
@@ -51,13 +50,6 @@ def _data() -> tf.data.Dataset:
     (x.astype("float32"), y.astype("float32"))
   )
   return data.batch(8)
-
-
-def test_state_of_another_optimizer_raises_an_error() -> None:
-  _, package = KERASES["tf_keras"]
-  stranger = package.CrossShardOptimizer(tf_keras.optimizers.legacy.SGD())
-  with pytest.raises(ValueError, match="list of length 3"):
-    stranger.load_own_variables({"0": 1, "1": 2, "2": 3})
 
 
 def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
@@ -77,7 +69,7 @@ def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
     ("keras", "checkpoint"),
     ("keras", "pickle"),
     ("tf_keras", "model"),
-    ("legacy", "checkpoint"),
+    ("tf_keras", "checkpoint"),
   ],
 )
 def test_groups_are_warned_about_once(
@@ -143,18 +135,17 @@ def test_copies_are_those_of_keras_3(
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("is_built", [False, True])
-@pytest.mark.parametrize("kind", ["tf_keras", "legacy"])
 def test_copies_in_tf_keras_have_the_configuration(
-  kind: str, is_built: bool, way: str
+  is_built: bool, way: str
 ) -> None:
   weight = tf.Variable([1.0, 2.0])
-  home = tf_keras.optimizers.legacy if kind == "legacy" else tf_keras.optimizers
-  optimizer = KERASES["tf_keras"][1].CrossShardOptimizer(home.Adam(0.5))
+  adam = tf_keras.optimizers.Adam(0.5)
+  optimizer = KERASES["tf_keras"][1].CrossShardOptimizer(adam)
   if is_built:
     optimizer.build([weight])
   optimizer.learning_rate = 0.25
   again = COPIES[way](optimizer)
-  assert type(again.inner_optimizer) is home.Adam
+  assert type(again.inner_optimizer) is tf_keras.optimizers.Adam
   assert again.get_config() == optimizer.get_config()
   assert float(again.learning_rate) == 0.25
   again.apply_gradients([(tf.constant([1.0, 1.0]), weight)])
@@ -220,7 +211,7 @@ COLLAPSED = "or a checkpoint, gave all groups the same weights"
 @pytest.mark.parametrize(
   ("kind", "collapse"),
   [
-    ("legacy", _set_weights),
+    ("tf_keras", _set_weights),
     ("keras", _restore_and_save),
   ],
 )

@@ -1,4 +1,4 @@
-"""tf_keras and Keras 3 together: optimizers, new and legacy, and methods."""
+"""tf_keras and Keras 3 together: optimizers and methods."""
 
 import pathlib
 import pickle
@@ -13,14 +13,13 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3
+from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as sharded
 from tf_cross_shard.tf_keras import CrossShardOptimizer
 
 HALVES = [[0, 1], [2, 3]]
 optimizers = tf_keras.optimizers
 legacy = tf_keras.optimizers.legacy
-BOTH = pytest.mark.parametrize("home", [optimizers, legacy])
 
 
 def _make(
@@ -53,7 +52,6 @@ class TestWhichKeras:
     ("home", "opt", "error", "words"),
     [
       (keras3, optimizers.Adam, TypeError, "from tf_cross_shard.tf_keras imp"),
-      (keras3, legacy.Adam, TypeError, "an optimizer of tf_keras"),
       (
         sharded,
         keras.optimizers.Adam,
@@ -81,6 +79,49 @@ class TestWhichKeras:
       home.CrossShardOptimizer(opt())
 
 
+class _Own(legacy.Adam):
+  """A class of the user's."""
+
+
+@pytest.mark.parametrize(
+  ("wrap", "argument"),
+  [
+    (CrossShardOptimizer, "opt"),
+    (keras3.CrossShardOptimizer, "opt"),
+    (sharded.TowerOptimizer, "optimizer_or_optimizer_fn"),
+    (
+      lambda opt: replica_state.save("state", opt, [tf.Variable(1.0)]),
+      "optimizer",
+    ),
+  ],
+)
+@pytest.mark.parametrize(
+  ("make", "name", "new"),
+  [
+    (legacy.SGD, "SGD", "SGD"),
+    (_Own, "_Own", "Adam"),
+    (lambda: _scaled(legacy.Adam()), "Adam", "Adam"),
+  ],
+)
+def test_legacy_optimizers_are_refused(
+  wrap: Any, argument: str, make: Any, name: str, new: str
+) -> None:
+  words = (
+    rf"`{argument}` must not be .*\.legacy; got {name}\. Use a class without"
+    rf" `\.legacy`: tf_keras\.optimizers\.{new}\."
+  )
+  with pytest.raises(TypeError, match=words):
+    wrap(make())
+
+
+def test_a_name_is_a_new_optimizer_in_a_graph() -> None:
+  """There, and on some machines, it is a legacy one of plain tf_keras."""
+  with tf.Graph().as_default():
+    assert isinstance(optimizers.get("sgd"), legacy.SGD)
+    optimizer = CrossShardOptimizer("sgd")
+  assert type(optimizer.inner_optimizer) is optimizers.SGD
+
+
 class TestReduction:
   def test_sums_in_groups_eagerly(self) -> None:
     """`test_the_numbers_of_plain_tf_keras` has sums in a function."""
@@ -91,17 +132,17 @@ class TestReduction:
     assert testbed.copies(weight) == [-3.0, -3.0, -12.0, -12.0]
 
   @pytest.mark.parametrize(
-    ("home", "around", "switch"),
+    ("around", "switch"),
     [
-      (optimizers, lambda ours: ours, {"skip_gradients_aggregation": True}),
-      (optimizers, _scaled, {"skip_gradients_aggregation": True}),
-      (legacy, lambda ours: ours, {"experimental_aggregate_gradients": False}),
+      (lambda ours: ours, {"skip_gradients_aggregation": True}),
+      (_scaled, {"skip_gradients_aggregation": True}),
+      (lambda ours: ours, {"experimental_aggregate_gradients": False}),
     ],
   )
   def test_gradients_that_are_sums_already(
-    self, home: Any, around: Any, switch: dict[str, bool]
+    self, around: Any, switch: dict[str, bool]
   ) -> None:
-    optimizer, weight = _make(lambda: home.SGD(1.0), 0.0, around)
+    optimizer, weight = _make(lambda: optimizers.SGD(1.0), 0.0, around)
     _run(
       lambda: optimizer.apply_gradients([(testbed.mark(), weight)], **switch)
     )
@@ -119,10 +160,9 @@ class TestReduction:
     _run(step)
     assert testbed.copies(weight) == [-3.0, -3.0, -4.0, -4.0]
 
-  @BOTH
-  def test_rows(self, home: Any) -> None:
+  def test_rows(self) -> None:
     optimizer, table = _make(
-      lambda: home.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
+      lambda: optimizers.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
     )
 
     def step() -> Any:
@@ -137,7 +177,7 @@ class TestReduction:
       expected[replica // 2] = [-6.0, -24.0][replica // 2]
       np.testing.assert_array_equal(copy, expected)
 
-  @pytest.mark.parametrize("name", ["Adafactor", "legacy Ftrl"])
+  @pytest.mark.parametrize("name", ["Adafactor", "Ftrl"])
   def test_the_numbers_of_plain_tf_keras(self, name: str) -> None:
     strategy, task = testbed.mirrored(), training.Regression()
     make, groups = testbed.optimizers_of(tf_keras)[name], [[0, 2], [1, 3]]
@@ -154,29 +194,18 @@ class TestReduction:
     )
 
   def test_constraints(self) -> None:
-    for home in (optimizers, legacy):
-      with testbed.mirrored().scope():
-        weight = tf.Variable(1.0, constraint=tf_keras.constraints.NonNeg())
-        optimizer = CrossShardOptimizer(home.SGD(0.25), group_assignment=HALVES)
-        optimizer.build([weight])
-      _run(
-        lambda o=optimizer, w=weight: o.apply_gradients([(testbed.mark(), w)])
-      )
-      assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
+    with testbed.mirrored().scope():
+      weight = tf.Variable(1.0, constraint=tf_keras.constraints.NonNeg())
+      sgd = optimizers.SGD(0.25)
+      optimizer = CrossShardOptimizer(sgd, group_assignment=HALVES)
+      optimizer.build([weight])
+    _run(lambda: optimizer.apply_gradients([(testbed.mark(), weight)]))
+    assert testbed.copies(weight) == [0.25, 0.25, 0.0, 0.0]
 
 
 class TestState:
-  def test_legacy_optimizers_take_new_variables_at_any_time(self) -> None:
-    optimizer = CrossShardOptimizer(legacy.SGD(1.0, momentum=0.5))
-    first, second = tf.Variable(1.0), tf.Variable(1.0)
-    optimizer.apply_gradients([(tf.constant(1.0), first)])
-    optimizer.apply_gradients([(tf.constant(2.0), second)])
-    assert (first.numpy(), second.numpy()) == (0.0, -1.0)
-    assert optimizer.get_slot(second, "momentum").numpy() == -2.0
-
-  @BOTH
-  def test_the_learning_rate_under_all_its_names(self, home: Any) -> None:
-    optimizer = CrossShardOptimizer(home.SGD(0.5))
+  def test_the_learning_rate_under_all_its_names(self) -> None:
+    optimizer = CrossShardOptimizer(optimizers.SGD(0.5))
     assert float(optimizer.lr) == float(optimizer.learning_rate) == 0.5
     optimizer.lr = 0.25
     assert float(optimizer.inner_optimizer.learning_rate) == 0.25
@@ -237,21 +266,16 @@ class TestCornersOfTheInterface:
     assert testbed.copies(weight) == [-small * 15 / 4] * 4
 
   @pytest.mark.parametrize(
-    ("form", "place", "home"),
-    [
-      ("h5", "outside", optimizers),
-      ("tf", "inside", optimizers),
-      ("tf", "outside", legacy),
-      ("keras", "outside", legacy),
-    ],
+    ("form", "place"),
+    [("h5", "outside"), ("tf", "inside"), ("tf", "outside")],
   )
   def test_models_with_a_loss_scale_are_loaded(
-    self, form: str, place: str, home: Any, tmp_path: pathlib.Path
+    self, form: str, place: str, tmp_path: pathlib.Path
   ) -> None:
     opt = (
-      CrossShardOptimizer(_scaled(home.Adam()))
+      CrossShardOptimizer(_scaled(optimizers.Adam()))
       if place == "inside"
-      else _scaled(CrossShardOptimizer(home.Adam()))
+      else _scaled(CrossShardOptimizer(optimizers.Adam()))
     )
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(1,))])
     model.compile(opt, "mse")
@@ -265,31 +289,6 @@ class TestCornersOfTheInterface:
     for a, b in zip(model.get_weights(), again.get_weights(), strict=True):
       np.testing.assert_array_equal(a, b)
     again.fit(data, data, verbose=0)
-
-  def test_slots_below_a_loss_scale_are_in_checkpoints(
-    self, tmp_path: pathlib.Path
-  ) -> None:
-    def make(*, ours: bool) -> tuple[Any, Any]:
-      inner = legacy.SGD(1.0, momentum=0.5)
-      optimizer = CrossShardOptimizer(inner) if ours else inner
-      return _scaled(optimizer), tf.Variable(1.0)
-
-    for source_is_ours, target_is_ours, built_first in (
-      (True, True, False),
-      (True, False, True),
-      (False, True, True),
-    ):
-      source, weight = make(ours=source_is_ours)
-      source.apply_gradients([(tf.constant(4.0), weight)])
-      path = tf.train.Checkpoint(optimizer=source, weight=weight).save(
-        str(tmp_path / "checkpoint")
-      )
-      target, other = make(ours=target_is_ours)
-      if built_first:
-        testbed.build(target, [other])
-      tf.train.Checkpoint(optimizer=target, weight=other).restore(path)
-      target.apply_gradients([(tf.constant(0.0), other)])
-      assert other.numpy() == 1.0 - 4.0 - 2.0  # The momentum is kept.
 
 
 COPIES = {

@@ -374,7 +374,7 @@ def test_training_continues_with_plain_keras(
   train(weights, first, range(1))
   middle_weights = make_weights(which)
   middle = make(library)
-  testbed.build(middle, middle_weights)
+  middle.build(middle_weights)
   for mine, theirs in zip(middle_weights, weights, strict=True):
     mine.assign(theirs.numpy())
   WAYS[way](first, middle, tmp_path)
@@ -394,7 +394,7 @@ def test_training_continues_with_plain_keras(
   train(last_weights, last, range(2, STEPS), grads=halves)
   for mine, theirs in zip(
     (*last_weights, *last.variables),
-    (*alone, *testbed.variables_of(expected)),
+    (*alone, *expected.variables),
     strict=True,
   ):
     for value in replica_state.group_values(mine, last):
@@ -547,10 +547,6 @@ def test_fit_and_model_files(which: str, tmp_path: pathlib.Path) -> None:
 # ---------------------------------------------------------------------- errors
 
 
-class _Older(tf_keras.optimizers.legacy.Adam):
-  """A class of the user's."""
-
-
 VOUCHED = {"shard_update": "elementwise"}
 
 
@@ -575,10 +571,6 @@ VOUCHED = {"shard_update": "elementwise"}
     (
       *(keras3, lambda: _Vouched(global_clipnorm=1.0)),
       *(VOUCHED, "uses global_clipnorm=1"),
-    ),
-    *(
-      (ours_tf_keras, kind, VOUCHED, rf"{kind.__name__} is an optim.*legacy")
-      for kind in (tf_keras.optimizers.legacy.Adam, _Older)
     ),
   ],
 )

@@ -205,12 +205,6 @@ class _Halved(keras.optimizers.Adam):
     super().update_step(gradient, variable, rate / 2)
 
 
-def test_legacy_optimizers_are_kernels_themselves() -> None:
-  legacy = tf_keras.optimizers.legacy.Adam()
-  with pytest.raises(ValueError, match="is True, but TensorFlow"):
-    ours_tf_keras.CrossShardOptimizer(legacy, fused_update=True)
-
-
 @pytest.mark.parametrize(
   ("optimizer", "count", "dtype", "found"),
   [

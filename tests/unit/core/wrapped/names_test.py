@@ -120,17 +120,6 @@ def test_tf_keras_state_includes_loss_scale() -> None:
   assert more == {"current_loss_scale", "good_steps"}
 
 
-def test_legacy_state_includes_hyperparameters() -> None:
-  legacy = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.25)
-  with pytest.raises(ValueError, match="not built"):
-    _state(legacy)
-  weights = _weights()
-  legacy.apply_gradients([(tf.ones([1]), weight) for weight in weights])
-  names = _names(legacy)
-  assert {"iter", "learning_rate", "momentum"} <= set(names)
-  assert sum(name.startswith("w/") for name in names) == 2
-
-
 @pytest.mark.parametrize("what", [None, "adam", 3, tf.Module])
 def test_other_objects_raise_type_error(what: Any) -> None:
   what = what() if callable(what) else what

@@ -107,40 +107,7 @@ class OldSignature(tf_keras.optimizers.SGD):
     )
 
 
-class LegacyClips(tf_keras.optimizers.legacy.SGD):
-  """Clips unless told not to aggregate, as tf-models' AdamWeightDecay."""
-
-  def apply_gradients(
-    self,
-    grads_and_vars: Any,
-    name: Any = None,
-    experimental_aggregate_gradients: bool = True,
-  ) -> Any:
-    if experimental_aggregate_gradients:
-      grads_and_vars = [
-        (tf.clip_by_value(g, -1.0, 1.0), v) for g, v in grads_and_vars
-      ]
-    return super().apply_gradients(
-      grads_and_vars,
-      name=name,
-      experimental_aggregate_gradients=experimental_aggregate_gradients,
-    )
-
-
-def legacy_with_hooks(rate: float) -> Any:
-  """Arguments of legacy optimizers: a transformation and an aggregator."""
-  return tf_keras.optimizers.legacy.SGD(
-    rate,
-    gradient_transformers=[
-      lambda pairs: [(tf.clip_by_value(g, -1.0, 1.0), v) for g, v in pairs]
-    ],
-    gradient_aggregator=lambda pairs: list(pairs),
-  )
-
-
-@pytest.mark.parametrize(
-  "kind", [NewClips, OldSignature, LegacyClips, legacy_with_hooks]
-)
+@pytest.mark.parametrize("kind", [NewClips, OldSignature])
 def test_overridden_methods_of_tf_keras_subclass_are_called(kind: Any) -> None:
   assert train("tf_keras", kind, "apply_gradients") == 0.0
 
@@ -153,22 +120,13 @@ class Doubles(tf_keras.optimizers.SGD):
     return [(2.0 * g, v) for g, v in pairs]
 
 
-class LegacyDoubles(tf_keras.optimizers.legacy.SGD):
-  """Changes gradients in a hook of legacy optimizers."""
-
-  def _get_gradients(self, *args: Any, **kwargs: Any) -> Any:
-    pairs = super()._get_gradients(*args, **kwargs)
-    return [(2.0 * g, v) for g, v in pairs]
-
-
-@pytest.mark.parametrize("kind", [Doubles, LegacyDoubles])
 @pytest.mark.parametrize("way", ["minimize", "minimize_tape"])
 def test_overridden_gradient_methods_of_tf_keras_are_called(
-  kind: Any, way: str
+  way: str,
 ) -> None:
   strategy = testbed.mirrored(2)
   [weight], optimizer = training.build(
-    *("tf_keras", lambda _: kind(1.0), {"weight": 0.0}, strategy),
+    *("tf_keras", lambda _: Doubles(1.0), {"weight": 0.0}, strategy),
     loss_averaged_over="replica",
   )
   step = training.on_rows(

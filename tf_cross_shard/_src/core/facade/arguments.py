@@ -24,18 +24,23 @@ def to_optimizer(opt: Any, argument: str, binding: binding_lib.Binding) -> Any:
     return v1.convert(opt, binding.package, binding.v1_optimizers)
   if not isinstance(opt, (str, dict)):
     return opt
+  optimizers = binding.keras.optimizers
   try:
-    return binding.keras.optimizers.get(opt)
+    found = optimizers.get(opt)
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"`{argument}` must name a Keras optimizer; got {opt!r}. Use"
       ' a name such as "adam", or an optimizer object.'
     ) from error
+  # In graphs, and on some machines, a name of tf_keras means a legacy class.
+  is_name = isinstance(opt, str)
+  return getattr(optimizers, type(found).__name__)() if is_name else found
 
 
 def check_class(opt: Any, argument: str, package: str) -> None:
   """Raises `TypeError` for what is not an optimizer of this Keras."""
-  if not isinstance(opt, _optimizer_classes(package)):
+  keras_private.check_not_legacy(opt, argument)
+  if not _is_of(package, opt):
     raise TypeError(
       f"`{argument}` must be an optimizer of {package}.optimizers"
       f" or its name; got {_kind(opt)}. {_remedy(opt, package)}"
@@ -65,13 +70,10 @@ def suggesting(init: _Function) -> _Function:
   return cast("_Function", checked)
 
 
-def _optimizer_classes(package: str) -> tuple[type[Any], ...]:
-  """Returns the optimizer base classes of a Keras; tf_keras has two of them."""
-  # Empty if the Keras is not imported: no object of its classes can exist.
+def _is_of(package: str, opt: Any) -> bool:
+  # If the Keras is not imported, no object of its classes can exist.
   optimizers = getattr(sys.modules.get(package), "optimizers", None)
-  legacy = getattr(optimizers, "legacy", None)
-  kinds = (getattr(home, "Optimizer", None) for home in (optimizers, legacy))
-  return tuple(kind for kind in kinds if kind is not None)
+  return isinstance(opt, getattr(optimizers, "Optimizer", ()))
 
 
 def _kind(opt: Any) -> str:
@@ -84,7 +86,7 @@ def _remedy(opt: Any, package: str) -> str:
   if isinstance(opt, type):
     return f"Pass an object, not the class: {opt.__name__}()."
   for other in keras_private.KERASES:
-    if isinstance(opt, _optimizer_classes(other)):
+    if _is_of(other, opt):
       module = "keras3" if other == "keras" else other
       return (
         f"This is an optimizer of {other}. Wrap it in the class for"

@@ -1,4 +1,4 @@
-"""The wrapped optimizers of tf_keras, new and legacy.
+"""The wrapped optimizer of tf_keras.
 
 tf_keras reaches other replicas (to sum gradients, for weight decay and for
 moving averages) through the replica context. So `apply` is called
@@ -7,9 +7,8 @@ inside `Engine.isolate()`, whose replica context has no other replicas.
 
 # ruff: noqa: SLF001  # Slots and how they are found are private in tf_keras.
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 import tf_keras
@@ -22,8 +21,6 @@ from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.core.wrapped import overriding
 
-_LEGACY: Final = tf_keras.optimizers.legacy.Optimizer
-
 
 class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
   """A wrapped `tf_keras.optimizers.Optimizer`."""
@@ -32,8 +29,6 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
   sums_rows = True
   _applies_by = "apply_gradients"
   _index_attribute = "_index_dict"
-  # The methods that compute gradients. The first method calls the others.
-  _gradient_methods: tuple[str, ...] = ("compute_gradients",)
 
   def __init__(self, optimizer: Optimizer) -> None:
     self._trainable: list[Variable] = []
@@ -63,12 +58,12 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
 
   @property
   def computes_gradients(self) -> bool:
-    return self._overrides(*self._gradient_methods)
+    return self._overrides("compute_gradients")
 
   def compute_gradients(
     self, loss: Any, variables: Sequence[Variable], tape: tf.GradientTape
   ) -> list[tuple[Gradient, Any]]:
-    compute = getattr(self.base_optimizer, self._gradient_methods[0])
+    compute = self.base_optimizer.compute_gradients
     return list(compute(loss, list(variables), tape=tape))
 
   def check_class(self) -> None:
@@ -82,7 +77,7 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
       raise ValueError(
         f"`opt` must not override minimize(), as {kind} does: gradients are"
         " summed over the replicas between its halves. Override"
-        f" {self._gradient_methods[0]}() or apply_gradients()."
+        " compute_gradients() or apply_gradients()."
       )
 
   def slots(self, variable: Variable) -> dict[str, Variable]:
@@ -177,59 +172,6 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
     )
 
 
-class LegacyOptimizer(TfKerasAdapter):
-  """A wrapped `tf_keras.optimizers.legacy.Optimizer`."""
-
-  _gradient_methods = (
-    "_compute_gradients",
-    "_get_gradients",
-    "_transform_loss",
-  )
-
-  def __init__(self, optimizer: Optimizer) -> None:
-    super().__init__(optimizer)
-    # Keras creates the iteration count when it is first read. Read it here,
-    # because one of several replicas could not create it.
-    with self.strategy.scope():
-      _ = optimizer.iterations
-
-  @property
-  def is_built(self) -> bool:
-    return bool(self._trainable)
-
-  def knows(self, variable: Variable) -> bool:
-    return True
-
-  def slots(self, variable: Variable) -> dict[str, Variable]:
-    slots = {}
-    for name in self.base_optimizer.get_slot_names():
-      # The object is not a variable, or it has no slots.
-      with contextlib.suppress(AttributeError, KeyError):
-        slots[name] = self.base_optimizer.get_slot(variable, name)
-    return slots
-
-  def slot_names(self) -> list[str]:
-    return list(self.optimizer.get_slot_names())
-
-  def save_own_variables(self, store: Any) -> None:
-    for i, variable in enumerate(self.variables):
-      store[str(i)] = variable.numpy()
-
-  def load_own_variables(self, store: Any) -> None:
-    self.set_weights([store[str(i)] for i in range(len(store.keys()))])
-
-  def write_averages(self, variables: Sequence[Variable]) -> None:
-    """Does nothing: legacy optimizers average no weights."""
-
-  def build(self, variables: Sequence[Variable]) -> None:
-    known = {id(v) for v in self._trainable}
-    new = [v for v in variables if id(v) not in known]
-    if new:
-      with tf.init_scope():
-        self.base_optimizer._create_all_weights(list(variables))
-      self._trainable += new
-
-
 class _OncePerStep:
   """Replaces Nadam's `_u_product_counter` during one step.
 
@@ -260,6 +202,4 @@ class _OncePerStep:
     return self
 
 
-def adapter(opt: Any) -> TfKerasAdapter:
-  legacy = isinstance(wrapped_lib.base_optimizer(opt), _LEGACY)
-  return LegacyOptimizer(opt) if legacy else TfKerasAdapter(opt)
+adapter = TfKerasAdapter

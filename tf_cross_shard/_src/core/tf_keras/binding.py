@@ -25,7 +25,7 @@ class TfKerasBinding(binding.Binding):
     facade.name = name
     for argument, limit in limits.items():
       setattr(facade, argument, limit)
-    wrapped = adapter.adapter(opt)
+    wrapped = adapter.TfKerasAdapter(opt)
     wrapped.check_class()
     return wrapped
 
@@ -45,11 +45,10 @@ class TfKerasBinding(binding.Binding):
         return tf_keras.optimizers.deserialize(
           config, custom_objects, use_legacy_format="module" not in config
         )
-      legacy = config["config"].get("is_legacy_optimizer", True)
-      home = tf_keras.optimizers.legacy if legacy else tf_keras.optimizers
-      if not hasattr(home, config["class_name"]):
+      kind = getattr(tf_keras.optimizers, config["class_name"], None)
+      if kind is None:
         raise
-      return getattr(home, config["class_name"]).from_config(config["config"])
+      return kind.from_config(config["config"])
 
   def scaler_methods(self, facade: Any, scaler: Any) -> dict[str, Any]:
     """Returns replacements; as in tf_keras, ours gets unscaled gradients."""
@@ -78,7 +77,7 @@ class TfKerasBinding(binding.Binding):
       "aggregate_gradients": facade.aggregate_gradients,
       "apply_gradients": apply_gradients,
     }
-    return {**methods, **facade.slot_methods()}
+    return methods
 
 
 def _scaled(facade: Any, loss: Any) -> Any:

@@ -37,8 +37,8 @@ from tf_cross_shard._src.core.tf_keras import facade
 class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.TfKerasFacade):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
-  `opt` is a `tf_keras.optimizers.Optimizer` or one of
-  `tf_keras.optimizers.legacy`.
+  `opt` is a `tf_keras.optimizers.Optimizer`. Those of
+  `tf_keras.optimizers.legacy` raise a `TypeError`.
 
   `pickle` and `copy` take the configuration, with the current learning rate,
   and no other values. Exclusions from weight decay are not in the copy. Plain

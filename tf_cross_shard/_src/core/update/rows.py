@@ -61,12 +61,6 @@ def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
       " gradients are dense. Set only one of these arguments."
     )
   keras_classes.check_vouched_for(optimizer, "lazy_rows", lazy_rows)
-  if not hasattr(optimizer, "build"):
-    raise ValueError(
-      f"`lazy_rows` is {lazy_rows!r}, but {kind} is an optimizer of"
-      " tf_keras.optimizers.legacy, which handles row-sparse gradients itself."
-      " Remove `lazy_rows`, or use an optimizer of tf_keras.optimizers."
-    )
   known = keras_classes.ELEMENTWISE
   if lazy_rows is True and keras_classes.keras_class(optimizer) not in known:
     raise ValueError(

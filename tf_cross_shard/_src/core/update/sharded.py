@@ -297,12 +297,6 @@ def choose_kind(optimizer: Optimizer, shard_update: Any) -> str:
   """
   class_name = type(optimizer).__name__
   keras_classes.check_vouched_for(optimizer, "shard_update", shard_update)
-  if not hasattr(optimizer, "build"):
-    raise ValueError(
-      f"`shard_update` is {shard_update!r}, but {class_name} is an optimizer of"
-      " tf_keras.optimizers.legacy, which cannot be built on parts of weights."
-      " Use an optimizer of tf_keras.optimizers."
-    )
   keras_class = keras_classes.keras_class(optimizer)
   is_elementwise = keras_class in keras_classes.ELEMENTWISE
   kind = shard_update

@@ -76,9 +76,7 @@ def updating(
       _compile_dense, chosen, getattr(optimizer, keras_private.UPDATE_ALL)
     )
   if chosen.kernel is not None or row_step is not None:
-    # Legacy optimizers have no `update_step`, and there is no kernel for them.
-    plain = getattr(optimizer, "update_step", None)
-    plain = overridden.get("update_step", plain)
+    plain = overridden.get("update_step", optimizer.update_step)
     step = _UpdateStep(chosen, optimizer, plain, index, row_step)
     overridden["update_step"] = step.update
   return overriding.overriding(optimizer, **overridden)

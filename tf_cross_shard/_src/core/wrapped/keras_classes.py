@@ -14,7 +14,7 @@ INDEPENDENT: Final = (*ELEMENTWISE, *BY_VARIABLE)
 
 
 def keras_class(optimizer: Any) -> str:
-  """Returns the name of a class of Keras; "" for other and legacy classes.
+  """Returns the name of a class of Keras; "" for other classes.
 
   >>> import tensorflow as tf
   >>> keras_class(tf.keras.optimizers.Adam())
@@ -24,7 +24,7 @@ def keras_class(optimizer: Any) -> str:
 
 
 def name_in_keras(kind: type[Any]) -> str:
-  """Returns the name of a class of Keras; "" for other and legacy classes."""
+  """Returns the name of a class of Keras; "" for other classes."""
   library, *place = kind.__module__.split(".")
   is_keras = library in ("keras", "tf_keras") and len(place) == 3
   is_optimizer = is_keras and place[:2] == ["src", "optimizers"]

@@ -56,19 +56,21 @@ def layers(model: Any) -> list[Any]:
 
 
 def is_built(optimizer: Optimizer) -> bool:
-  """Returns whether slots exist, in Keras 3 or tf_keras (also legacy)."""
-  flags = ("built", "_built", "_hypers_created")
-  return any(getattr(optimizer, flag, False) for flag in flags)
+  """Returns whether slots exist, in Keras 3 or tf_keras."""
+  return any(getattr(optimizer, flag, False) for flag in ("built", "_built"))
 
 
-def builder(optimizer: Optimizer) -> Any:
-  """Returns the function that creates the slots of a list of variables.
-
-  A legacy optimizer of tf_keras has it under another name, and an optimizer of
-  TensorFlow 1 has none: None.
-  """
-  names = ("build", "_create_all_weights")
-  return next(filter(None, (getattr(optimizer, x, None) for x in names)), None)
+def check_not_legacy(optimizer: Any, argument: str) -> None:
+  """Raises `TypeError` for an optimizer of `tf_keras.optimizers.legacy`."""
+  inside = getattr(optimizer, "inner_optimizer", optimizer)
+  for kind in type(inside).__mro__:
+    if kind.__module__.startswith("tf_keras.src.optimizers.legacy."):
+      name = kind.__name__.replace("OptimizerV2", "Optimizer")
+      raise TypeError(
+        f"`{argument}` must not be an optimizer of tf_keras.optimizers.legacy;"
+        f" got {type(inside).__name__}. Use a class without `.legacy`:"
+        f" tf_keras.optimizers.{name}."
+      )
 
 
 def name(optimizer: Optimizer) -> str:
@@ -93,10 +95,8 @@ def nested(optimizer: Optimizer) -> Sequence[Any]:
 
 def rates_and_schedules(optimizer: Optimizer) -> list[Any]:
   """Returns an optimizer's learning rates: variables, numbers or schedules."""
-  settings = getattr(optimizer, "_hyper", {})  # of a legacy optimizer
   rate = getattr(optimizer, "_learning_rate", None)
-  rates = rate, settings.get("learning_rate")
-  return [rate for rate in rates if rate is not None]
+  return [] if rate is None else [rate]
 
 
 def trained(optimizer: Optimizer) -> list[Variable]:
@@ -231,7 +231,7 @@ _OF_SCHEDULE: Final = "_current_learning_rate"
 def listed(optimizer: Optimizer) -> list[Variable]:
   """Returns the variables that an optimizer lists.
 
-  `variables` is a property, or a method in legacy optimizers.
+  `variables` is a property, or a method in optimizers of TensorFlow 1.
   """
   variables = getattr(optimizer, "variables", ())
   return list(variables() if callable(variables) else variables)
@@ -240,17 +240,14 @@ def listed(optimizer: Optimizer) -> list[Variable]:
 def unlisted(optimizer: Optimizer) -> list[Variable]:
   """Returns variables that an optimizer does not list, except learning rates.
 
-  tf_keras does not list the loss scale, the hyperparameters of a legacy
-  optimizer, and variables that the optimizer creates without `add_variable`,
-  such as Nadam's product of momentums. Keras 3 lists all variables, except
-  while a LossScaleOptimizer builds the optimizer.
+  tf_keras does not list the loss scale, and variables that the optimizer
+  creates without `add_variable`, such as Nadam's product of momentums. Keras 3
+  lists all variables, except while a LossScaleOptimizer builds the optimizer.
   """
-  hyperparameters = getattr(optimizer, "_hyper", {}).values()
   rates = rates_and_schedules(optimizer)
   known = {id(value) for value in (*listed(optimizer), *rates)}
   return [
     *loss_scale(optimizer),
-    *(value for value in hyperparameters if hasattr(value, "assign")),
     *(
       value
       for name, value in vars(optimizer).items()
@@ -264,5 +261,5 @@ def unlisted(optimizer: Optimizer) -> list[Variable]:
 def strategy(optimizer: Optimizer) -> tf.distribute.Strategy:
   """Returns the strategy whose scope an optimizer was created in."""
   made_in = getattr(optimizer, "_distribution_strategy", None)
-  # A legacy optimizer that was created outside all scopes has None.
+  # tf_keras' LossScaleOptimizer does not keep it.
   return made_in or tf.distribute.get_strategy()

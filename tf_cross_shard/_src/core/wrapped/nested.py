@@ -123,3 +123,4 @@ def check_optimizer(optimizer: Optimizer) -> None:
       "`optimizer` must be a Keras optimizer; got"
       f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
     )
+  keras_private.check_not_legacy(optimizer, "optimizer")

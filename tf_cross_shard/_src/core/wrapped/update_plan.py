@@ -95,8 +95,6 @@ def why_no_kernel(optimizer: Any) -> str:
   if name:
     settings = _NO_KERNEL.get(name, "")
     return f"no kernel for {name}{settings}"
-  if not hasattr(optimizer, "build"):
-    return f"no kernel for {kind.__name__}, a legacy optimizer"
   names = filter(None, map(keras_classes.name_in_keras, kind.__mro__))
   base = next(names)  # At least Keras' own base class.
   return f"{kind.__name__} is a subclass of {base}"
