@@ -138,6 +138,28 @@ def test_as_plain_keras_accumulates() -> None:
 
 
 @pytest.mark.parametrize(
+  ("way", "rates"),
+  [
+    ("keras", [0.5, 0.125]),
+    ("ours", [1.0, 0.5]),
+    ("ours_tf_keras", [1.0, 0.5]),
+  ],
+)
+def test_what_a_schedule_counts(way: str, rates: list[float]) -> None:
+  """Calls, if Keras accumulates; steps, if CrossShardOptimizer does."""
+  library, own, options = _settings(way)
+  package = ours_tf_keras if library is tf_keras else keras3
+  decay = library.optimizers.schedules.PiecewiseConstantDecay
+  schedule = decay([0, 1, 2], [1.0, 0.5, 0.25, 0.125])
+  sgd = library.optimizers.SGD(schedule, **own)
+  optimizer = package.CrossShardOptimizer(sgd, **options)
+  weight = tf.Variable(0.0)
+  for _ in range(2 * STEPS):
+    optimizer.apply_gradients([(tf.constant(1.0), weight)])
+  assert weight.numpy() == -sum(rates)
+
+
+@pytest.mark.parametrize(
   ("way", "dtype"), [("ours", "float32"), ("ours_tf_keras", "float16")]
 )
 def test_nonfinite_window_is_skipped(way: str, dtype: str) -> None:

@@ -22,6 +22,7 @@ from tf_cross_shard import (
   layers,
   replica_state,
 )
+from tf_cross_shard._src.core.workers import agreement
 
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(64, 4)).astype("float32")
@@ -304,9 +305,14 @@ def check_equal(killed: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+  return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: pathlib.Path) -> tuple[Any, Any]:
   """Returns a search that was not killed."""
-  return start(tmp_path_factory.mktemp("whole"), "epoch")
+  return start(folder, "epoch")
 
 
 @pytest.mark.parametrize(("every", "batch"), [("epoch", 39), (4, 46)])
@@ -316,6 +322,13 @@ def test_a_killed_search_goes_on(
   with pytest.raises(Killed):
     start(tmp_path / "killed", every, Kill(batch, is_at_end=batch % 2 == 1))
   check_equal(start(tmp_path / "killed", every), whole)
+
+
+def test_a_finished_search_trains_nothing(
+  folder: pathlib.Path, whole: tuple[Any, Any]
+) -> None:
+  kill = Kill(0, is_at_end=False)  # after the first batch
+  check_equal(start(folder, "epoch", kill), whole)
 
 
 @pytest.mark.slow
@@ -486,6 +499,15 @@ def test_a_direction_that_keras_decides_otherwise() -> None:
   with pytest.raises(ValueError, match=r"create_study\(direction='minimize'"):
     run(search, model)
   assert not study.trials
+
+
+def test_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+  search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
+  model = grouped(search, VectorizedStrategy(2))
+  monkeypatch.setattr(agreement, "of_strategy", lambda _: object())
+  with pytest.raises(NotImplementedError, match="let all processes share the"):
+    run(search, model)
+  assert all(t.state == State.WAITING for t in search.study.trials)
 
 
 def test_fewer_trials_than_groups() -> None:

@@ -2,11 +2,15 @@
 
 import configparser
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
+from tests.support import testbed
+from tf_cross_shard import virtual_tpu
 from tf_cross_shard._src.virtual_tpu import xla
 
 SETUP = Path(__file__).absolute().parent.parent.parent.parent / "setup.cfg"
@@ -39,6 +43,17 @@ class TestVersions:
       # No other test asks for this topology: results are cached.
       with pytest.raises(ImportError, match=words):
         xla.topology("v5e:16x8")
+
+
+def test_the_virtual_tpu_needs_tensorflow_alone(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  for name in ("jax", "jaxlib", "libtpu"):
+    monkeypatch.setitem(sys.modules, name, None)
+  strategy = virtual_tpu.VirtualTPUStrategy(2)
+  context = tf.distribute.get_replica_context
+  total = strategy.run(lambda: context().all_reduce("SUM", tf.constant(1.0)))
+  assert testbed.per_replica_results(strategy, total) == [2.0, 2.0]
 
 
 # libtpu itself would divide by the zero, and die of it.

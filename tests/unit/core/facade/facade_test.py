@@ -39,6 +39,15 @@ def test_settings_live_in_the_encapsulated_optimizer(optimizer: Any) -> None:
   assert float(optimizer.learning_rate) == 0.75
 
 
+def test_keras_callbacks_set_the_learning_rate() -> None:
+  model = testbed.one_weight()
+  model.compile(CrossShardOptimizer(keras.optimizers.SGD(0.5)), "mse")
+  schedule = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+  ones = np.ones([1, 1])
+  model.fit(ones, ones, verbose=0, callbacks=[schedule])
+  assert model.get_weights()[0] == [[0.25 * 2]]  # by the gradient of the square
+
+
 def test_another_wrapper_further_in_is_refused(optimizer: Any) -> None:
   between = keras.optimizers.LossScaleOptimizer(optimizer)
   with pytest.raises(ValueError, match="reduced twice"):

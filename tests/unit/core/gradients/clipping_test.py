@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer
 
 INF, NAN = float("inf"), float("nan")
@@ -145,3 +146,39 @@ def test_a_float16_norm_whose_square_overflows(kind: str) -> None:
   The result must contain neither 0 nor NaN.
   """
   assert clip_one([300.0, 0.0], kind, tf.float16) == [1.0, 0.0]
+
+
+@training.in_both
+def test_ours_clips_before_the_sum_and_opt_after(which: str) -> None:
+  """And so does a user, between `compute_gradients` and `apply_gradients`."""
+  library, package = training.KERASES[which]
+  strategy = testbed.mirrored(2)
+  for ours, opt, own, total in (
+    (None, None, None, 9.0),
+    (2.0, None, None, 3.0),
+    (None, 2.5, None, 2.5),
+    (4.0, 3.5, None, 3.5),
+    (None, None, 6.0, 7.0),
+  ):
+    with strategy.scope():
+      weight = testbed.variable(0.0, library=library)
+      optimizer = package.CrossShardOptimizer(
+        library.optimizers.SGD(1.0, clipvalue=opt), "sum", clipvalue=ours
+      )
+      optimizer.build([weight])
+
+    def step(
+      slope: Any,
+      optimizer: Any = optimizer,
+      weight: Any = weight,
+      own: Any = own,
+    ) -> None:
+      [(grad, _)] = optimizer.compute_gradients(
+        lambda: slope * weight, [weight]
+      )
+      if own:
+        grad = tf.minimum(grad, own)
+      optimizer.apply_gradients([(grad, weight)])
+
+    training.on_rows(strategy, step, eager=True)([1.0, 8.0])
+    assert testbed.copies(weight) == [-total, -total]

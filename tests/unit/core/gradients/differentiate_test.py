@@ -64,19 +64,19 @@ def test_callable_tape_and_graph_agree() -> None:
     assert [float(grad) for grad in found] == [15.0, 4.5]
 
 
-def test_unused_variables_have_gradient_none() -> None:
+def test_variables_of_a_loss_and_unused_ones() -> None:
   optimizer, (v, w) = _made(3.0, 5.0)
   _, (frozen,) = _made(2.0, trainable=False)
   seen = []
 
   def step() -> Any:
     first, second = optimizer.compute_gradients(lambda: v * frozen, [v, w])
-    [found] = optimizer.compute_gradients(lambda: v * frozen)
-    seen.append((second[0], found[1].name))
-    return first[0], found[0]
+    pairs = optimizer.compute_gradients(lambda: v * w * frozen)
+    seen.append((second[0], {variable.name for _, variable in pairs}))
+    return [first[0], *(grad for grad, _ in pairs)]
 
-  assert [float(grad) for grad in _run(step)] == [1.0, 1.0]
-  assert seen[0] == (None, "v0:0")
+  assert sorted(map(float, _run(step))) == [1.0, 3.0, 5.0]
+  assert seen[0] == (None, {"v0:0", "v1:0"})
 
 
 def test_variables_of_a_traced_loss_come_in_one_order() -> None:
@@ -107,6 +107,35 @@ def test_grad_loss_seeds_graphs_only() -> None:
     return found
 
   np.testing.assert_array_equal(_run(grad, is_traced=True), [3.0, 4.0])
+
+  def eager_grad() -> tf.Tensor:
+    [(found, _)] = optimizer.compute_gradients(
+      lambda: tf.reduce_sum(v), [v], grad_loss=tf.constant(3.0)
+    )
+    return found
+
+  np.testing.assert_array_equal(_run(eager_grad), [0.5, 0.5])
+
+
+def test_options_of_tf_gradients() -> None:
+  """Where gradients are, and how those of one variable are added."""
+  options = {
+    "aggregation_method": tf.AggregationMethod.EXPERIMENTAL_TREE,
+    "colocate_gradients_with_ops": True,
+  }
+  found = []
+  for given in ({}, options):
+    with tf.Graph().as_default() as graph:
+      v = tf.Variable(1.0)
+      with tf.device("CPU:1"):
+        loss = tf.add_n([tf.exp(v), tf.sin(v), tf.tanh(v)])
+      CrossShardOptimizer("sgd").compute_gradients(loss, [v], **given)
+    operations = graph.get_operations()
+    [cosine] = [each for each in operations if each.type == "Cos"]
+    sums = [each for each in operations if each.type == "AddN"]
+    # One is the loss. A tree has more than one for the gradient.
+    found.append((len(sums) > 2, cosine.device))
+  assert found == [(False, ""), (True, "/device:CPU:1")]
 
 
 def test_sparse_gradients_stay_sparse() -> None:

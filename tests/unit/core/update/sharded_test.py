@@ -236,6 +236,21 @@ def test_settings_equal_those_of_replicated_updates(
 
 
 @training.in_both
+def test_averages_equal_those_of_replicated_updates(which: str) -> None:
+  """They are written into the weights after two steps, and at the end."""
+  own = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+  make = functools.partial(make_plain, "nesterov", **own)
+  states = []
+  for sharded in (False, True):
+    weights, optimizer = build(which, make, shard_update=sharded)
+    training.train(weights, optimizer, GRADS, range(3), mode="eager")
+    with testbed.mirrored().scope():
+      optimizer.finalize_variable_values(weights)
+    states.append(state_of(weights, optimizer))
+  assert_equal(*states)
+
+
+@training.in_both
 def test_rows_and_constraints(which: str) -> None:
   """A skipped step does not apply the constraint."""
   library, _ = KERASES[which]
