@@ -11,14 +11,16 @@ import datetime
 import importlib.metadata
 import json
 import os
-import pathlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from absl import flags
+
+from tf_cross_shard import local_strategy
 
 # Rounds that do not count: the first one traces, the second one fills caches
 # and memory pools.
@@ -30,12 +32,8 @@ _QUARTILES = (50, 25, 75)
 class Row:
   """The time that one case took in one part of a benchmark.
 
-  Attributes:
-    part: The name of the part, the title of its table.
-    case: The name of the case.
-    milliseconds: The median time over the rounds.
-    ratios: By name of the baseline, the median and the quartiles of the ratios
-      of this case's time to the baseline's.
+  `ratios` has, by name of the baseline, the median and the quartiles of the
+  ratios of this case's time to the baseline's.
   """
 
   part: str
@@ -45,13 +43,11 @@ class Row:
 
 
 def define_choices(
-  name: str, choices: Sequence[str], default: Sequence[str] | None = None
+  name: str, choices: Sequence[str]
 ) -> flags.FlagHolder[list[str]]:
   """Defines an option that takes some of the choices, all by default."""
   known = ", ".join(choices)
-  holder = flags.DEFINE_list(
-    name, list(choices if default is None else default), f"Some of: {known}."
-  )
+  holder = flags.DEFINE_list(name, list(choices), f"Some of: {known}.")
   flags.register_validator(
     holder,
     lambda chosen: set(chosen) <= set(choices),
@@ -121,7 +117,7 @@ def machine() -> dict[str, Any]:
     "processor": platform.machine(),
     "python": platform.python_version(),
     "keras": importlib.metadata.version("keras"),
-    "tensorflow": _tensorflow_version(),
+    "tensorflow": tf.__version__,
   }
 
 
@@ -132,22 +128,11 @@ def write_json(path: str, results: Mapping[str, Any]) -> None:
     file.write("\n")
 
 
-def _tensorflow_version() -> str:
-  """Returns TensorFlow's version, whichever package it was installed from."""
-  import tensorflow as tf  # Here, since the import is slow.
-
-  return str(tf.__version__)
-
-
 def mirrored(replicas: int) -> Any:
   """Returns a MirroredStrategy over GPUs, or else over logical CPUs.
 
   If there are fewer GPUs than replicas, the replicas share the first one.
   """
-  import tensorflow as tf  # Here, since the import is slow.
-
-  from tf_cross_shard import local_strategy
-
   gpus = tf.config.list_physical_devices("GPU")
   if 0 < len(gpus) < replicas:
     part = tf.config.LogicalDeviceConfiguration(memory_limit=4096)
@@ -155,18 +140,7 @@ def mirrored(replicas: int) -> Any:
   return local_strategy(replicas)
 
 
-def peak_megabytes() -> float:
-  """Returns the most resident memory that this process had.
-
-  `resource.getrusage` may report the peak of the parent process instead.
-  """
-  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-  [peak] = (line.split()[1] for line in lines if line.startswith("VmHWM"))
-  return int(peak) / 1024
-
-
-def process_size() -> tuple[float, int]:
-  """Returns this process' resident megabytes and threads, on Linux."""
-  with open("/proc/self/status", encoding="ascii") as file:
-    fields = dict(line.split(":", 1) for line in file)
-  return int(fields["VmRSS"].split()[0]) / 1024, int(fields["Threads"])
+def keras_reducer(grads: Any) -> Any:
+  """Sums gradients over the replicas in the same way as a Keras optimizer."""
+  context = tf.distribute.get_replica_context()
+  return context.all_reduce(tf.distribute.ReduceOp.SUM, grads)

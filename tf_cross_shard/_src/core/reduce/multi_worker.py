@@ -23,10 +23,9 @@ from tf_cross_shard._src.core.reduce import (
 )
 from tf_cross_shard._src.core.workers import agreement
 
-# From `benchmarks/multi_worker.py --sweep`, with 50 MB of gradients: buckets of
-# 8 MiB on four chains need 0.84 of Keras' time. Buckets of 2 to 16 MiB on two
-# chains or more are as fast. One chain needs 0.9 to 1.16 of Keras' time, and
-# buckets of 1 MiB are not faster than Keras.
+# With 50 MB of gradients, buckets of 8 MiB on four chains need 0.84 of Keras'
+# time. Buckets of 2 to 16 MiB on two chains or more are as fast. One chain
+# needs 0.9 to 1.16 of Keras' time; buckets of 1 MiB are as slow as Keras.
 _BUCKET_BYTES: Final = 8 << 20
 _CHAINS: Final = 4
 
