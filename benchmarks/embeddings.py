@@ -14,11 +14,6 @@ minutes on two cores, most of them for plain Keras on tables of a million rows.
     lookup     a whole step: lookup, gradient and update. Ours is measured with
                keras.layers.Embedding, which reads whole tables, and with
                layers.embedding_lookup.
-    growth     ours on tables of several sizes, as a ratio to ours on a table of
-               the second largest size
-    memory     peak memory that the table, its slots and some steps add to a
-               process, as a ratio to the bytes of the table. Adam's two slots
-               are as large as two more tables.
 
 The ids of a batch are divided among the replicas. They follow a power law,
 p(k) ~ 1 / k, and are spread over the table, so that as many rows occur in a
@@ -35,8 +30,6 @@ import functools
 import gc
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +44,7 @@ from absl import app, flags, logging
 from tf_cross_shard import keras3, layers, multi_worker
 
 _PARTS = timing.define_choices(
-  "parts", ["device", "mirrored", "workers", "lookup", "growth", "memory"]
+  "parts", ["device", "mirrored", "workers", "lookup"]
 )
 _OPTIMIZERS = flags.DEFINE_list(
   "optimizers", ["Adam", "Adagrad", "SGD", "Momentum"], "Optimizers to measure."
@@ -69,7 +62,6 @@ _IDS = flags.DEFINE_list("ids", ["2048", "16384"], "Ids of a batch.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Timings of each case.", 1)
 _REPLICAS = flags.DEFINE_integer("replicas", 4, "Logical CPUs.", 2)
 _JSON = flags.DEFINE_string("json", None, "File to write the results to.")
-_RISE_OF = flags.DEFINE_list("rise_of", None, "Used internally.")
 
 WIDTH = 64
 KERAS, TF_KERAS, TF1 = "plain Keras", "tf_keras", "TensorFlow 1"
@@ -170,20 +162,12 @@ def make_training(
   return tf.function(run, autograph=False)
 
 
-def measure(
-  part: str,
-  steps: Mapping[str, Callable[[], Any]],
-  baseline: str = KERAS,
-) -> Rows:
+def measure(part: str, steps: Mapping[str, Callable[[], Any]]) -> Rows:
   """Times the steps in turns; the first worker prints a table."""
   taken = timing.interleave(steps, _ROUNDS.value)
-  rows = timing.compare(part, taken, [baseline])
-  if (
-    json.loads(os.environ.get("TF_CONFIG", '{"task": {}}'))["task"].get(
-      "index", 0
-    )
-    == 0
-  ):
+  rows = timing.compare(part, taken, [KERAS])
+  cluster = json.loads(os.environ.get("TF_CONFIG", "{}"))
+  if cluster.get("task", {"index": 0})["index"] == 0:
     timing.show(rows)
   # Functions and variables of a part refer to each other: free them now, before
   # the next part measures.
@@ -193,7 +177,7 @@ def measure(
       "part": part,
       "case": row.case,
       "milliseconds": row.milliseconds,
-      "ratio": row.ratios[baseline],
+      "ratio": row.ratios[KERAS],
     }
     for row in rows
   ]
@@ -233,48 +217,6 @@ def measure_lookups(
   return found
 
 
-def measure_growth(strategy: tf.distribute.Strategy) -> Rows:
-  """Measures ours on tables of all sizes, relative to the second largest."""
-  *_, base, _ = sorted(map(int, _ROWS.value)) * 2
-  found: Rows = []
-  for name, count in itertools.product(_OPTIMIZERS.value, map(int, _IDS.value)):
-    steps = {
-      f"{int(rows):,}": make_step(strategy, OURS, name, int(rows), count)
-      for rows in _ROWS.value
-    }
-    found += measure(f"growth, {name}, {count:,} ids", steps, f"{base:,}")
-  return found
-
-
-def rise(case: str, name: str, rows: int, count: int) -> float:
-  """Returns the bytes that a case adds to the peak memory of this process."""
-  tf.zeros([]).numpy()  # Start TensorFlow first.
-  before, _ = timing.process_size()
-  step = make_step(tf.distribute.get_strategy(), case, name, rows, count)
-  for _ in range(5):
-    step()
-  return (timing.peak_megabytes() - before) * 2**20
-
-
-def measure_memory() -> Rows:
-  """Measures memory, each case in its own process, on the largest table."""
-  found: Rows = []
-  rows, count = max(map(int, _ROWS.value)), _IDS.value[0]
-  print(f"\nmemory added, {rows:,} rows (ratio to the bytes of the table)")
-  for name, case in itertools.product(
-    _OPTIMIZERS.value, (KERAS, TF_KERAS, TF1, OURS)
-  ):
-    child = f"--rise_of={case},{name},{rows},{count}".replace(", by", "; by")
-    output = subprocess.check_output(
-      [sys.executable, *sys.argv, child], text=True
-    )
-    added = float(output.split()[-1])
-    ratio = added / (4 * rows * WIDTH)
-    print(f"  {name + ', ' + case:<32} {added / 2**20:6.0f} MB ({ratio:.2f})")
-    found.append({"case": case, "optimizer": name, "ratio": ratio})
-  return found
-
-
 def measure_workers() -> Rows:
   """Starts this program as two workers; returns the first worker's results."""
   found: Rows = workers.start(2, _TIMEOUT)["rows"]
@@ -295,10 +237,6 @@ def main(argv: Sequence[str]) -> None:
     if strategy.cluster_resolver.task_id == 0:
       timing.write_json(_JSON.value, {"rows": rows})
     return
-  if _RISE_OF.value:
-    case, name, tall, count = _RISE_OF.value
-    print(rise(case.replace(";", ","), name, int(tall), int(count)))
-    return
   tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * _REPLICAS.value,
@@ -317,8 +255,6 @@ def main(argv: Sequence[str]) -> None:
       measure_lookups(one, "lookup", tables)
       + measure_lookups(mirrored, "lookup, mirrored", replicated)
     ),
-    "growth": lambda: measure_growth(one),
-    "memory": measure_memory,
   }
   found = {part: parts[part]() for part in _PARTS.value}
   if _JSON.value:

@@ -2,22 +2,20 @@
 
     python benchmarks/search.py --trials=64 --models=16
 
-Three ways run the same search, on the same data and for the same number of
-epochs of a trial:
+Two ways run the same search by TPE and successive halving, on the same data and
+for the same number of epochs of a trial:
 
     stream      callbacks.OptunaSearch: all trials in one `fit`
     optuna      Optuna, with a plain Keras fit for each trial
-    hyperband   KerasTuner's Hyperband, if the package keras-tuner is installed
 
-Optuna's searches use TPE and successive halving. More trials are pruned in the
-stream than by plain fits, and Hyperband chooses by itself how many trials it
-trains. So the cost is shown for one epoch of one trial, tracing included, and
-as a ratio to that of plain fits.
+More trials are pruned in the stream than by plain fits. So the cost is shown
+for one epoch of one trial, tracing included, and as a ratio to that of plain
+fits.
 """
 
 import argparse
+import functools
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,15 +38,7 @@ FEATURES, ROWS, VALIDATION, BATCH = 16, 2560, 512, 64
 
 
 class Cost(NamedTuple):
-  """What a search took.
-
-  Attributes:
-    trials: How many trials it trained.
-    epochs: How many epochs all trials had together.
-    best: The best validation loss.
-    cpu: Seconds of CPU time.
-    wall: Seconds.
-  """
+  """What a search took, in seconds, and its best validation loss."""
 
   trials: int
   epochs: int
@@ -157,43 +147,6 @@ def plain_fits(task: Task) -> tuple[int, int, float]:
   return _of_study(study)
 
 
-def hyperband(task: Task) -> tuple[int, int, float]:
-  """Searches by KerasTuner's Hyperband, until it has had as many trials."""
-  import keras_tuner
-
-  epochs = 0
-
-  class Count(keras.callbacks.Callback):  # type: ignore[misc]
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-      nonlocal epochs
-      epochs += 1
-
-  def build(space: Any) -> Any:
-    rate = space.Float("rate", 1e-4, 0.3, sampling="log")
-    dropout = space.Float("dropout", 0.0, 0.5) if task.has_dropout else 0.0
-    model = task.network(lambda: keras.layers.Dropout(dropout))
-    model.compile(keras.optimizers.Adam(rate), "mse")
-    return model
-
-  with tempfile.TemporaryDirectory() as folder:
-    tuner = keras_tuner.Hyperband(
-      *(build, "val_loss"),
-      max_epochs=task.epochs,
-      factor=3,
-      seed=0,
-      directory=folder,
-    )
-    tuner.search(
-      task.train,
-      validation_data=task.validation,
-      verbose=0,
-      callbacks=[Count()],
-    )
-    trials = tuner.oracle.trials.values()
-    best = min(trial.score for trial in trials if trial.score is not None)
-    return len(trials), epochs, best
-
-
 def measure(search: Callable[[], tuple[int, int, float]]) -> Cost:
   """Runs a search, and returns its cost."""
   cpu, wall = time.process_time(), time.perf_counter()
@@ -209,24 +162,16 @@ def main() -> None:
   parser.add_argument("--epochs", type=int, default=16)
   given = parser.parse_args()
   optuna.logging.set_verbosity(optuna.logging.ERROR)
-  try:
-    import keras_tuner  # noqa: F401
-  except ImportError:
-    has_tuner = False
-    print("hyperband is left out: pip install keras-tuner")
-  else:
-    has_tuner = True
   print(
     f"{'':24}  {'trials':>6}  {'epochs':>6}  {'best':>7}  {'CPU':>7}"
     f"  {'time':>7}  {'CPU of an epoch':>15}"
   )
   for has_dropout in (False, True):
     task = Task(has_dropout, given.trials, given.epochs)
-    searches = {"optuna": lambda task=task: plain_fits(task)}
-    if has_tuner:
-      searches["hyperband"] = lambda task=task: hyperband(task)
-    searches["stream"] = lambda task=task: stream(task, given.models)
-    costs = {name: measure(search) for name, search in searches.items()}
+    costs = {
+      "optuna": measure(functools.partial(plain_fits, task)),
+      "stream": measure(functools.partial(stream, task, given.models)),
+    }
     unit = costs["optuna"].cpu / costs["optuna"].epochs
     for name, cost in costs.items():
       ratio = cost.cpu / cost.epochs / unit
