@@ -30,14 +30,11 @@ class Original:
     strategy: tf.distribute.Strategy,
     opt: tf.compat.v1.train.Optimizer,
     variables: Sequence[Any],
-    *,
-    counts_steps: bool = True,
     **kwargs: Any,
   ) -> None:
-    """Creates the optimizer and its slots.
+    """Creates the optimizer, its slots and a `global_step`.
 
-    With `counts_steps`, also creates a `global_step`. It has dtype int64, like
-    the iteration count of Keras optimizers.
+    It has dtype int64, like the iteration count of Keras optimizers.
     """
     opt.apply_gradients = functools.partial(
       opt.apply_gradients, skip_gradients_aggregation=True
@@ -48,11 +45,7 @@ class Original:
     with strategy.scope():
       # Otherwise the first step would create them, inside the TPU program.
       opt._create_slots(self._variables)
-      self._step = (
-        tf.Variable(0, dtype=tf.int64, trainable=False)
-        if counts_steps
-        else None
-      )
+      self._step = tf.Variable(0, dtype=tf.int64, trainable=False)
 
   def minimize(self, loss: tf.Tensor) -> None:
     """Scales the loss, sums the gradients over replicas and applies them."""
