@@ -301,6 +301,21 @@ def test_tables_are_in_no_shard(
     np.testing.assert_allclose(sharded, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_tables_are_named_before_build() -> None:
+  """In a list, and by a part of their paths."""
+  with testbed.mirrored().scope():
+    names = ("items", "users/table", "kernel")
+    weights = [tf.Variable(tf.ones([5, 2]), name=name) for name in names]
+    optimizer = _optimizer("keras3", "Adam", lazy_rows=True, shard_update=True)
+    optimizer.update_by_rows(weights[:1], ["users"])
+    optimizer.build(weights)
+  rows = optimizer.describe().rows()
+  assert [row["updated_by"] == "rows" for row in rows] == [True, True, False]
+  # Adam has two slots of each table, and of a part of 10 / 4 elements.
+  shapes = [tuple(v.shape) for v in optimizer.inner_optimizer.variables]
+  assert (shapes.count((5, 2)), shapes.count((3,))) == (4, 2)
+
+
 def test_a_table_that_nobody_named() -> None:
   with testbed.mirrored().scope():
     table = tf.Variable(TABLE)
