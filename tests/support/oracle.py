@@ -67,14 +67,6 @@ def ftrl(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
   return (np.clip(m[1], -l1, l1) - m[1]) / (m[0] ** power / rate + 2 * l2)
 
 
-def amsgrad(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
-  m[0] = 0.9 * m[0] + 0.1 * g
-  m[1] = 0.999 * m[1] + 0.001 * g * g
-  m[2] = np.maximum(m[1], m[2])
-  rate = s["learning_rate"] * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-  return w - rate * m[0] / (np.sqrt(m[2]) + 1e-7)
-
-
 def nadam(s: Any, w: Numbers, g: Numbers, t: int, m: list[Numbers]) -> Any:
   u, u_next = (0.9 * (1 - 0.5 * 0.96**k) for k in (t, t + 1))
   m[0] = 0.9 * m[0] + 0.1 * g

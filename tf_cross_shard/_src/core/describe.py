@@ -20,7 +20,7 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.update import sharded
-from tf_cross_shard._src.core.wrapped import kernels, update_plan
+from tf_cross_shard._src.core.wrapped import fused, kernels
 
 # Users of smaller tables need no note: updating all rows costs them little.
 _LARGE: Final = 1_000_000
@@ -152,17 +152,17 @@ def _methods(
   pipeline: pipeline_lib.GradientPipeline,
   weights: Sequence[Variable],
   tables: Sequence[Variable],
-) -> dict[int, update_plan.UpdateMethod]:
+) -> dict[int, fused.UpdateMethod]:
   """Returns how a member updates variables that it applies, by their `id`.
 
   Only `tables` may have row-sparse gradients.
   """
   wrapped, engine = pipeline.wrapped, pipeline.engine
   optimizer, variables = wrapped.base_optimizer, [*weights, *tables]
-  plan = update_plan.plan(
+  plan = fused.plan(
     optimizer,
     wrapped.fused,
-    engine.is_compiled or update_plan.is_compiled(optimizer),
+    engine.is_compiled or fused.is_compiled(optimizer),
     in_function=True,
   )
   # Accumulated gradients are dense.
@@ -170,7 +170,9 @@ def _methods(
   is_sparse &= not pipeline.tables.clips_to_dense(variables)
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and pipeline.tables.is_embedding(v) for v in tables]
-  methods = plan.methods(list(map(variables_lib.native, variables)), are_sparse)
+  methods = list(
+    map(plan.method, map(variables_lib.native, variables), are_sparse)
+  )
   for i, variable in enumerate(variables):
     if pipeline.tables.is_embedding(variable):
       name, reason = methods[i]
@@ -180,15 +182,13 @@ def _methods(
       how = "repeated ids as in plain Keras, not summed first"
       if sums_rows or not are_sparse[i]:
         how = "repeated ids summed first"
-      methods[i] = update_plan.UpdateMethod(
+      methods[i] = fused.UpdateMethod(
         name, "; ".join(filter(None, (reason, how)))
       )
   return dict(zip(map(id, variables), methods, strict=True))
 
 
-def _row(
-  variable: Variable, method: update_plan.UpdateMethod, members: int
-) -> Row:
+def _row(variable: Variable, method: fused.UpdateMethod, members: int) -> Row:
   """Returns the row of a variable that all members update as a whole."""
   native = variables_lib.native(variable)
   shape = [int(size) for size in native.shape]

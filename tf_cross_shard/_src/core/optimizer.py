@@ -143,17 +143,14 @@ class CrossShardOptimizer(facade.Facade):
       fused_update: Whether to update each dense variable with one fused
         TensorFlow kernel instead of Keras' separate operations. Kernels exist
         for Adam, AdamW (both without amsgrad), SGD, RMSprop with momentum,
-        Adamax, Adadelta and Ftrl; subclasses of these do not qualify. Where
-        there is no kernel, XLA can compile the update inside a `tf.function`.
-        Fused updates may change the last bits of the weights.
+        Adamax, Adadelta and Ftrl; subclasses of these do not qualify. Kernels
+        may change the last bits of the weights. A step that XLA compiles
+        (`jit_compile=True`) uses Keras' operations.
 
-        - None, the default: use kernels. Without a kernel, use XLA for Keras
-          3's Nadam, Adagrad, Lion, RMSprop and amsgrad, on CPUs and for a
-          million elements or more. Under VectorizedStrategy, also do so for
-          Keras 3's classes with a kernel, except SGD without momentum, for a
-          million elements of all replicas. Otherwise keep Keras' operations.
-        - True: use kernels. Without a kernel, use XLA for any class of Keras 3.
-          Raise an error if neither works.
+        - None, the default: use a kernel where there is one, and Keras'
+          operations elsewhere.
+        - True: raise an error if there is no kernel. Row-sparse gradients that
+          are not updated by rows become dense, and use the kernel, too.
         - False: keep Keras' operations.
       accumulate_steps: The number of calls that make one step (gradient
         accumulation). Each replica adds up its own gradients. In the last call,
@@ -316,9 +313,8 @@ class CrossShardOptimizer(facade.Facade):
 
       - `path`, `shape`, `dtype`: the variable.
       - `updated_by`: TensorFlow's kernel, such as `"ResourceApplyAdam"`;
-        `"Adam in parts"` for three smaller kernels; `"XLA"` or `"Keras"` for
-        Keras' operations, compiled or not; `"rows"` for Keras' operations on
-        the rows in the batch.
+        `"Adam in parts"` for three smaller kernels; `"Keras"` for Keras'
+        operations; `"rows"` for Keras' operations on the rows in the batch.
       - `reason`: why it is not the optimizer's kernel.
       - `elements`: how many elements each member of a group updates.
       - `owner`: the member that updates the whole variable, with

@@ -76,8 +76,7 @@ class Settings:
   )
   fused_update: bool | None = _setting(
     None,
-    "Whether kernels or XLA perform the update. None uses them only where they"
-    " are faster.",
+    "Whether kernels perform the update; None where there are any.",
   )
   accumulate_steps: int | None = _setting(
     None, "How many calls make one step; None for one."
@@ -112,7 +111,7 @@ class Settings:
     if self.fused_update not in (None, True, False):
       raise TypeError(
         "`fused_update` must be None, True or False; got"
-        f" {self.fused_update!r}. None uses kernels where they are faster."
+        f" {self.fused_update!r}. None uses kernels where there are any."
       )
     for name in LIMITS:
       _check_limit(name, getattr(self, name))

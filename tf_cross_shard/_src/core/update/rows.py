@@ -36,9 +36,9 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.wrapped import (
+  fused,
   keras_classes,
   row_variables,
-  update_plan,
 )
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
@@ -143,7 +143,7 @@ class Tables:
     """
     optimizer = self._wrapped.base_optimizer
     has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
-    is_compiled = update_plan.is_compiled(optimizer)
+    is_compiled = fused.is_compiled(optimizer)
     is_static = self._engine.is_single_program or is_compiled
     return has_rows and not is_static
 

@@ -2,33 +2,16 @@
 
 Keras computes an update in about twenty operations over a whole variable. For
 many optimizers TensorFlow has one kernel with the same formula, which reads and
-writes each number only once. For example, Adam with learning rate alpha in step
-t (Kingma and Ba, 2015, Algorithm 1):
-
-    m_t     = beta_1 * m_{t-1} + (1 - beta_1) * g_t
-    v_t     = beta_2 * v_{t-1} + (1 - beta_2) * g_t^2
-    alpha_t = alpha * sqrt(1 - beta_2^t) / (1 - beta_1^t)
-    W_t     = W_{t-1} - alpha_t * m_t / (sqrt(v_t) + epsilon)
-
-While gradients are applied, the kernel replaces the optimizer's `update_step`.
-Everything else in the optimizer (weight decay, moving averages, accumulation,
-loss scaling) runs as usual.
-
-If there is no kernel, XLA can compile the `update_step`s of all variables of a
-call as one function. The obvious alternative, one function for each variable,
-is no faster, and takes XLA three times as long to compile.
-
-References:
-  Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015 (arXiv
-  1412.6980). The second form of the update at the end of section 2 is the one
-  above.
+writes each number only once. While gradients are applied, the kernel replaces
+the optimizer's `update_step`. Everything else in the optimizer (weight decay,
+moving averages, accumulation, loss scaling) runs as usual.
 """
 
 import contextlib
-import functools
-import itertools
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -37,14 +20,152 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
 from tf_cross_shard._src.core.wrapped import (
   adam_parts,
+  keras_classes,
   keras_private,
   kernels,
   overriding,
-  update_plan,
 )
 
+# Maps the name of a Keras class to a function that returns the name of the
+# kernel for an optimizer's settings, or None.
+# Adagrad does not use TensorFlow's kernel: Keras adds epsilon inside the root,
+# and the kernel does not. The kernel of RMSprop needs a slot that Keras creates
+# only with momentum. The kernel of Amsgrad is not used, because XLA cannot
+# compile it and Keras may compile the step.
+_CHOICES: Final[dict[str, Callable[[Any], str | None]]] = {
+  # tf_keras creates and writes the slot even if the momentum is 0.
+  "SGD": lambda opt: (
+    "KerasMomentum" if getattr(opt, "momentums", None) else "GradientDescent"
+  ),
+  "Adam": lambda opt: None if opt.amsgrad else "Adam",
+  "AdamW": lambda opt: None if opt.amsgrad else "Adam",
+  "Adamax": lambda opt: "AdaMax",
+  "RMSprop": lambda opt: (
+    ("CenteredRMSProp" if opt.centered else "RMSProp")
+    if opt.momentum > 0
+    else None
+  ),
+  "Adadelta": lambda opt: "Adadelta",
+  "Ftrl": lambda opt: "FtrlV2",
+}
+# The settings with which these classes have no kernel.
+_NO_KERNEL: Final = {
+  "Adam": " with amsgrad",
+  "AdamW": " with amsgrad",
+  "RMSprop": " without momentum",
+}
+# Variables of other dtypes are updated by Keras' operations.
+_DTYPES: Final = (tf.float32, tf.float64)
 # Keras rounds the settings of these kernels to float32, also for float64.
 _CAST: Final = ("Momentum", "KerasMomentum")
+_IN_PARTS: Final = "Adam in parts"
+
+
+def find_kernel(optimizer: Any) -> kernels.Kernel | None:
+  """Returns the kernel with the formula of `optimizer.update_step`, or None.
+
+  >>> find_kernel(tf.keras.optimizers.Adam()).name
+  'Adam'
+  >>> find_kernel(tf.keras.optimizers.Adam(amsgrad=True)) is None
+  True
+  """
+  # A class that derives from Keras' may compute anything, and so may an
+  # `update_step` that was assigned to the object.
+  choose = _CHOICES.get(keras_classes.keras_class(optimizer))
+  if choose is None or "update_step" in vars(optimizer):
+    return None
+  name = choose(optimizer)
+  return None if name is None else kernels.KERNELS[name]
+
+
+def why_no_kernel(optimizer: Any) -> str:
+  """Returns why `find_kernel` returns None for an optimizer.
+
+  >>> why_no_kernel(tf.keras.optimizers.Adam(amsgrad=True))
+  'no kernel for Adam with amsgrad'
+  """
+  name, kind = keras_classes.keras_class(optimizer), type(optimizer)
+  if name in _CHOICES and "update_step" in vars(optimizer):
+    return "`update_step` was assigned to the optimizer"
+  if hasattr(optimizer, "v1_operation"):
+    return "TensorFlow 1's own kernel"
+  if name:
+    settings = _NO_KERNEL.get(name, "")
+    return f"no kernel for {name}{settings}"
+  names = filter(None, map(keras_classes.name_in_keras, kind.__mro__))
+  base = next(names)  # At least Keras' own base class.
+  return f"{kind.__name__} is a subclass of {base}"
+
+
+def is_compiled(optimizer: Any) -> bool:
+  """Returns whether XLA compiles the optimizer's step that is being traced."""
+  return bool(getattr(optimizer, "jit_compile", False)) or kernels.is_compiled()
+
+
+class UpdateMethod(NamedTuple):
+  """How a step updates one variable, and why not by the kernel ("" if it does).
+
+  `name` is a kernel's operation, "Adam in parts" or "Keras" (its operations).
+  """
+
+  name: str
+  reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How a step updates its variables; `reason` is why `kernel` is None.
+
+  With `sums_rows`, the kernel also updates by row-sparse gradients.
+  """
+
+  kernel: kernels.Kernel | None = None
+  reason: str = ""
+  in_function: bool = True
+  is_stack: bool = False
+  sums_rows: bool = False
+  fallback: str = "Keras"
+
+  def method(self, variable: Any, is_sparse: bool) -> UpdateMethod:
+    """Returns how a step updates a `tf.Variable`."""
+    if self.kernel is None:
+      return UpdateMethod(self.fallback, self.reason)
+    if is_sparse and not self.sums_rows:
+      return UpdateMethod("Keras", "no kernel for row-sparse gradients")
+    dtype = kernels.dtype_of(variable)
+    if dtype not in _DTYPES:
+      return UpdateMethod("Keras", f"no kernel for {dtype.name}")
+    if self.kernel.name == "Adam":
+      if self.is_stack:
+        return UpdateMethod(
+          _IN_PARTS, "the kernel has one count of steps for all models"
+        )
+      # An eager call has a cost for each operation, and its kernel does all at
+      # once. On GPUs, the kernel is one launch.
+      has_size = math.prod(variable.shape) in adam_parts.SIZES
+      if self.in_function and has_size and "CPU" in variable.device:
+        return UpdateMethod(
+          _IN_PARTS, "the kernel would divide so few elements among threads"
+        )
+    return UpdateMethod(self.kernel.operation)
+
+
+def plan(
+  optimizer: Any, wanted: bool | None, is_compiled: bool, in_function: bool
+) -> Plan:
+  """Decides how a step updates its variables; `wanted` is `fused_update`."""
+  fallback: str = getattr(optimizer, "v1_operation", "Keras")
+  # If XLA compiles the step, it fuses Keras' operations by itself. It could not
+  # compile an update by rows, whose number of rows is not known.
+  if is_compiled:
+    return Plan(reason="XLA compiles the whole step", fallback=fallback)
+  if wanted is False:
+    return Plan(reason="fused_update=False", fallback=fallback)
+  kernel = find_kernel(optimizer)
+  if kernel is None:
+    return Plan(reason=why_no_kernel(optimizer), fallback=fallback)
+  is_stack = single_program.is_vectorized(keras_private.strategy(optimizer))
+  return Plan(kernel, "", in_function, is_stack, sums_rows=bool(wanted))
 
 
 def updating(
@@ -53,61 +174,22 @@ def updating(
   wanted: bool | None,
   row_step: Callable[..., None] | None,
 ) -> contextlib.AbstractContextManager[None]:
-  """Returns a context in which kernels, XLA or `row_step` update variables.
+  """Returns a context in which kernels or `row_step` update variables.
 
-  The context replaces methods of a built optimizer.
-
-  Args:
-    optimizer: The optimizer that keeps the slots.
-    index: Returns the place of a variable among the trained variables.
-    wanted: Whether a kernel or XLA does the updates; None to decide by
-      speed.
-    row_step: Does the updates for row-sparse gradients. Its first argument is
-      the optimizer's own `update_step`. None to call that method directly.
+  `row_step` does the updates by row-sparse gradients; its first argument is the
+  optimizer's own `update_step`, which does them if `row_step` is None.
   """
   overridden: dict[str, Any] = {}
   if single_program.is_vectorized(keras_private.strategy(optimizer)):
     overridden = keras_private.with_static_shapes(optimizer)
-  if update_plan.is_compiled(optimizer):
+  if is_compiled(optimizer):
     return overriding.overriding(optimizer, **overridden)
-  chosen = update_plan.plan(optimizer, wanted, False, tf.inside_function())
-  if chosen.may_compile:
-    overridden[keras_private.UPDATE_ALL] = functools.partial(
-      _compile_dense, chosen, getattr(optimizer, keras_private.UPDATE_ALL)
-    )
+  chosen = plan(optimizer, wanted, False, tf.inside_function())
   if chosen.kernel is not None or row_step is not None:
     plain = overridden.get("update_step", optimizer.update_step)
     step = _UpdateStep(chosen, optimizer, plain, index, row_step)
     overridden["update_step"] = step.update
   return overriding.overriding(optimizer, **overridden)
-
-
-def _compile_dense(
-  chosen: update_plan.Plan, plain: Any, strategy: Any, pairs: Any, *rate: Any
-) -> None:
-  """Runs Keras' updates of all variables.
-
-  XLA compiles the updates by dense gradients.
-
-  Args:
-    chosen: Decides which updates XLA compiles.
-    plain: Keras' method, which updates all variables.
-    strategy: The method's first argument.
-    pairs: The method's second argument: gradients and variables.
-    *rate: The method's last argument, the learning rate.
-  """
-  methods = chosen.methods(
-    [variable for _, variable in pairs],
-    [isinstance(gradient, tf.IndexedSlices) for gradient, _ in pairs],
-  )
-  is_done = [method.name == "XLA" for method in methods]
-  if any(is_done):
-    # One compiled function for all dense updates.
-    dense = list(itertools.compress(pairs, is_done))
-    update_dense = functools.partial(plain, strategy, dense, *rate)
-    tf.function(update_dense, jit_compile=True, autograph=False)()
-    pairs = [p for p, done in zip(pairs, is_done, strict=True) if not done]
-  plain(strategy, pairs, *rate)
 
 
 class _UpdateStep:
@@ -118,7 +200,7 @@ class _UpdateStep:
 
   def __init__(
     self,
-    chosen: update_plan.Plan,
+    chosen: Plan,
     optimizer: Any,
     plain: Any,
     index: Callable[[Any], int],
@@ -133,25 +215,18 @@ class _UpdateStep:
     self._scalars: dict[Any, Any] = {}
 
   def update(self, gradient: Any, variable: Any, *rate: Any) -> None:
-    """Updates a variable and its slots.
-
-    Args:
-      gradient: The gradient, dense or row-sparse.
-      variable: The variable of Keras.
-      *rate: The learning rate, if Keras passes it to `update_step`.
-    """
+    """Updates a variable and its slots; Keras 3 passes the learning rate."""
     native, kernel = variables_lib.native(variable), self._plan.kernel
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     if is_sparse and self._row_step is not None:
       self._row_step(self._plain, gradient, variable, *rate)
       return
-    dtype = kernels.dtype_of(native)
-    is_kernels = self._plan.sums_rows or not is_sparse
-    if kernel is None or not is_kernels or dtype not in update_plan.DTYPES:
+    method = self._plan.method(native, is_sparse)
+    if kernel is None or method.name == "Keras":
       self._plain(gradient, variable, *rate)
       return
     gradient = row_sparse.to_dense(gradient, native)
-    index = self._index(variable)
+    index, dtype = self._index(variable), kernels.dtype_of(native)
     slots = {
       slot: variables_lib.native(getattr(self._optimizer, attribute)[index])
       for slot, attribute in kernel.slots.items()
@@ -159,9 +234,9 @@ class _UpdateStep:
     arguments = self._once(
       (kernel.name, dtype), lambda: self._arguments(kernel, dtype, *rate)
     )
-    if self._plan.is_in_parts(native):
+    if method.name == _IN_PARTS:
       numbers = self._once(
-        ("parts", dtype),
+        (_IN_PARTS, dtype),
         lambda: adam_parts.numbers(self._optimizer, arguments),
       )
       adam_parts.apply(native, slots, gradient, numbers)
@@ -180,29 +255,20 @@ class _UpdateStep:
   def _arguments(
     self, kernel: kernels.Kernel, dtype: tf.DType, rate: Any = None
   ) -> dict[str, Any]:
-    """Returns the kernel's scalar arguments."""
-    # The learning rate alpha.
+    """Returns learning rate, settings and powers as tensors of one dtype."""
     rate = self._optimizer.learning_rate if rate is None else rate
     rate = tf.cast(tf.convert_to_tensor(rate), dtype)
-    return _scalars(kernel, self._optimizer, rate)
-
-
-def _scalars(
-  kernel: kernels.Kernel, optimizer: Any, rate: tf.Tensor
-) -> dict[str, Any]:
-  """Returns settings, learning rate and powers as tensors of one dtype."""
-  dtype = rate.dtype
-  # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to float32
-  # before it converts them to float64: `tf.cast` does the same.
-  convert = tf.cast if kernel.name in _CAST else tf.convert_to_tensor
-  arguments = {
-    name: value if isinstance(value, bool) else convert(value, dtype)
-    for name, value in kernel.arguments(optimizer, rate).items()
-  }
-  if kernel.powers:
-    # beta_1^t and beta_2^t, where t counts steps from 1.
-    t = tf.cast(tf.convert_to_tensor(optimizer.iterations) + 1, dtype)
-    for power, name in kernel.powers.items():
-      setting = getattr(optimizer, kernel.settings[name])
-      arguments[power] = tf.pow(tf.cast(setting, dtype), t)
-  return arguments
+    # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to
+    # float32 before it converts them to float64: `tf.cast` does the same.
+    convert = tf.cast if kernel.name in _CAST else tf.convert_to_tensor
+    arguments = {
+      name: value if isinstance(value, bool) else convert(value, dtype)
+      for name, value in kernel.arguments(self._optimizer, rate).items()
+    }
+    if kernel.powers:
+      # beta_1^t and beta_2^t, where t counts steps from 1.
+      t = tf.cast(tf.convert_to_tensor(self._optimizer.iterations) + 1, dtype)
+      for power, name in kernel.powers.items():
+        setting = getattr(self._optimizer, kernel.settings[name])
+        arguments[power] = tf.pow(tf.cast(setting, dtype), t)
+    return arguments

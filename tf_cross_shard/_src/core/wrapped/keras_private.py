@@ -20,8 +20,6 @@ from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 
 KERASES: Final = ("keras", "tf_keras")
 
-# Keras 3's update of all variables, which calls `update_step` for each.
-UPDATE_ALL: Final = "_distributed_tf_update_step"
 # tf_keras' method that adds up rows of the same index.
 _MERGE_ROWS: Final = "_deduplicate_sparse_grad"
 # The methods that apply weight decay and clip, in both versions of Keras.

@@ -24,7 +24,6 @@ from tf_cross_shard._src.core.wrapped import (
   fused,
   keras_private,
   overriding,
-  update_plan,
 )
 
 _KERAS: Final = ("keras.src.", "tf_keras.src.")
@@ -51,7 +50,7 @@ class WrappedOptimizer(abc.ABC):
       class that savers need: `variables`, `slots`, `set_weights` and so on.
     checkpointed: The object whose children a checkpoint saves: the optimizer,
       or the view of a sharded optimizer.
-    fused: Whether kernels or XLA do the optimizer's steps; see `fused_update`.
+    fused: Whether kernels do the optimizer's steps; see `fused_update`.
     package: The Keras of the optimizer: "keras" or "tf_keras".
     sums_rows: Whether the optimizer adds up rows of the same index before it
       updates, and clips row-sparse gradients without making them dense.
@@ -130,18 +129,13 @@ class WrappedOptimizer(abc.ABC):
     """The attribute whose slots start as copies of the weights, or ""."""
 
   def fuse(self, wanted: bool | None) -> None:
-    """Chooses kernels or XLA for the update steps: the setting `fused_update`.
-
-    None uses them wherever they are faster. True raises `ValueError` if neither
-    can do the steps.
-    """
-    optimizer = self.base_optimizer
-    has_kernel = update_plan.find_kernel(optimizer) is not None
-    if wanted and not has_kernel and not update_plan.can_compile(optimizer):
+    """Chooses kernels for the update steps: the setting `fused_update`."""
+    if wanted and fused.find_kernel(self.base_optimizer) is None:
       raise ValueError(
         "`fused_update` is True, but TensorFlow has no kernel for"
-        f" {type(optimizer).__name__} with these settings. Pass None to fall"
-        " back to Keras' operations."
+        f" {type(self.base_optimizer).__name__} with these settings. Pass None"
+        " to use Keras' operations, which compile(..., jit_compile=True)"
+        " compiles."
       )
     self.fused = wanted
 
