@@ -46,8 +46,6 @@ def make_strategy(name: str, num_replicas: int) -> tf.distribute.Strategy:
     return tf.distribute.TPUStrategy(resolver)
   if name == "virtual_tpu":
     return virtual_tpu.VirtualTPUStrategy(num_replicas)
-  if name == "one":
-    return tf.distribute.OneDeviceStrategy("CPU:0")
   return local_strategy(num_replicas)
 
 
@@ -112,7 +110,7 @@ def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("--folder", required=True, help="Folder of checkpoints.")
   parser.add_argument("--steps", type=int, default=60, help="Train until here.")
-  kinds = ["one", "mirrored", "virtual_tpu", "tpu"]
+  kinds = ["mirrored", "virtual_tpu", "tpu"]
   parser.add_argument("--strategy", default="mirrored", choices=kinds)
   parser.add_argument(
     "--replicas",
