@@ -1,15 +1,12 @@
-"""Runs the examples as a user runs them, and checks what they print.
+"""Runs each example once, as a user runs it, and checks what it prints."""
 
-examples/multi_worker.py, migration/ and towers.py (with four towers and with
-one) run in tests of their own.
-"""
-
+import contextlib
+import os
 import re
 from pathlib import Path
-from unittest import mock
+from typing import NamedTuple
 
 import pytest
-import tensorflow_datasets as tfds
 
 from tests.support import programs
 
@@ -91,50 +88,6 @@ def test_recommender_learns(data_dir: Path) -> None:
   assert min(float(plain), float(first), float(second)) >= 15, output
 
 
-def _write_movielens(folder: Path, users: int, movies: int) -> None:
-  """Writes the three files of MovieLens 100K that TFDS reads.
-
-  Each user has rated all movies.
-  """
-  folder.mkdir(parents=True)
-  genres = "|".join("1" * 19)
-  (folder / "u.item").write_text(
-    "".join(
-      f"{i}|Movie {i} (1995)|01-Jan-1995||http://x|{genres}\n"
-      for i in range(1, movies + 1)
-    )
-  )
-  (folder / "u.user").write_text(
-    "".join(f"{i}|24|M|writer|85711\n" for i in range(1, users + 1))
-  )
-  (folder / "u.data").write_text(
-    "".join(
-      f"{user}\t{movie}\t3\t881250949\n"
-      for user in range(1, users + 1)
-      for movie in range(1, movies + 1)
-    )
-  )
-
-
-def test_recommender_reads_movielens(tmp_path: Path) -> None:
-  """TFDS prepares files in the format of MovieLens; it downloads nothing."""
-  _write_movielens(tmp_path / "extracted/ml-100k", users=50, movies=24)
-  data_dir = tmp_path / "data"
-  data_dir.mkdir()
-  builder = tfds.builder("movielens/100k-ratings", data_dir=data_dir)
-  with mock.patch.object(
-    tfds.download.DownloadManager,
-    "download_and_extract",
-    return_value=str(tmp_path / "extracted"),
-  ):
-    builder.download_and_prepare()
-  flags = ["--batch_size=64", "--epochs=2"]
-  output = run_example("recommender.py", data_dir, *flags)
-  assert "No MovieLens found" not in output
-  assert "700 clicks of 50 queries on 24 items" in output
-  assert re.search(r"ours: loss [\d.]+; recall@10 [\d.]+%;", output), output
-
-
 def test_tpu_reports_and_trains(data_dir: Path) -> None:
   arguments = ["--virtual=8", "--groups=2", "--epochs=3"]
   output = run_example("tpu.py", data_dir, *arguments)
@@ -147,45 +100,73 @@ def test_tpu_reports_and_trains(data_dir: Path) -> None:
   assert re.search(r"^collectives +1$", output, re.MULTILINE)
 
 
-# Each example in one process, one after the other.
-COMMAND_LINES = """
-import runpy, sys
-for line in open("lines").read().splitlines():
-  file, *arguments = line.split()
-  sys.argv = [file, *arguments]
-  sys.path.insert(0, file.rpartition("/")[0])
-  try:
-    runpy.run_path(file, run_name="__main__")
-    status = "trained"
-  except SystemExit as error:
-    status = error.code
-  print(f"status of {line}: {status}", flush=True)
-  del sys.path[0]
-"""
+def test_towers_learn(data_dir: Path) -> None:
+  output = run_example("towers.py", data_dir, "--towers=4", "--epochs=5")
+  assert "4 towers on " in output
+  losses, accuracies = zip(
+    *re.findall(r"loss ([\d.]+), test accuracy ([\d.]+)%", output), strict=True
+  )
+  assert float(losses[-1]) < float(losses[0])
+  assert len(accuracies) == 5
+  assert float(accuracies[-1]) >= 95, output
 
 
-def test_help_succeeds_and_wrong_flags_end_before_training(
-  tmp_path: Path,
+class Row(NamedTuple):
+  """A line of the table that examples/multi_worker.py ends with."""
+
+  replica: int
+  group: int
+  accuracy: float  # in percent
+  digest: str  # of the group's weights
+
+
+def read_table(output: str) -> list[Row]:
+  """Parses the rows of the table that the first worker prints."""
+  found = re.findall(
+    r"^(?:\[worker 0\] )?(\d+) +(\d+) +([\d.]+)% +[\d.]+ +([0-9a-f]{8})$",
+    output,
+    re.MULTILINE,
+  )
+  return [Row(int(r), int(g), float(a), d) for r, g, a, d in found]
+
+
+def test_workers_of_one_command_and_of_slurm_train_alike(
+  data_dir: Path, tmp_path: Path
 ) -> None:
-  names = [
-    path.relative_to(EXAMPLES).as_posix()
-    for path in sorted(EXAMPLES.rglob("*.py"))
-    if "__main__" in path.read_text()
+  arguments = [
+    *(str(EXAMPLES / "multi_worker.py"), f"--data_dir={data_dir}"),
+    *("--epochs=3", "--groups=2"),
   ]
-  assert {"tpu.py", "migration/after.py"} < set(names)
-  expected = {f"{name} --help": "0" for name in names}
-  expected["digits.py --picture=none/such.png"] = "2"
-  expected["towers.py --epochs=0"] = "2"
-  expected["migration/after.py --folder=x --replicas=3"] = "2"
-  divide = "--groups must divide {}, the replicas of all workers, and .*"
-  expected["multi_worker.py --workers=3 --groups=2"] = divide.format(3)
-  expected["multi_worker.py --workers=5"] = divide.format(5)  # Nor the batch.
-  lines = "\n".join(f"{EXAMPLES}/{line}" for line in expected)
-  (tmp_path / "lines").write_text(lines)
-  output = programs.run(["-c", COMMAND_LINES], tmp_path)
-  found = dict(re.findall(r"status of (?:\S*?)/examples/(.*): (.*)", output))
-  assert found.keys() == expected.keys(), output
-  for line, status in expected.items():
-    assert re.fullmatch(status, found[line]), output
-  assert "must be a file in a folder that exists" in output
-  assert "must be at least 1; got 0" in output
+  output = programs.run([*arguments, "--workers=2"], tmp_path)
+  rows = read_table(output)
+  assert "retracing" not in output
+  assert [row[:2] for row in rows] == [(0, 0), (1, 1)]
+  assert min(row.accuracy for row in rows) >= 80
+  assert rows[0].digest != rows[1].digest
+  slurm = {
+    "SLURM_JOB_ID": str(os.getpid()),  # The port follows from it.
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+  }
+  with contextlib.ExitStack() as stack:
+    both = [
+      stack.enter_context(
+        programs.started(arguments, tmp_path, **slurm, SLURM_PROCID=str(i))
+      )
+      for i in range(2)
+    ]
+    first, second = (finish() for finish in both)
+  assert read_table(first) == rows
+  assert read_table(second) == []
+
+
+def test_after_py_continues_the_training_of_before_py(tmp_path: Path) -> None:
+  """It compares the losses itself, and exits with 1 if they differ."""
+  migration = EXAMPLES / "migration"
+  for name, flag in (("before.py", "--steps=30"), ("after.py", "--steps=40")):
+    command = [str(migration / name), f"--folder={tmp_path}", flag]
+    output = checked(programs.fork(command, tmp_path, path=[migration]))
+  assert "converted: 9 variables" in output
+  assert re.search(r"kernel/momentum +hidden/kernel/Momentum", output)
+  assert "these are the losses of before.py: 10 steps" in output

@@ -3,16 +3,22 @@
 Each block of Python runs as it stands, in a namespace of its own. All blocks
 run in this process, which has the four logical CPUs that they need. Blocks for
 several machines run as two workers on this machine. The blocks of
-docs/multi_worker.md have a test of their own, and those of docs/migration.md
-build on each other.
+docs/migration.md build on each other.
 """
 
+import contextlib
+import json
+import os
 import pathlib
 import re
+import subprocess
+from collections.abc import Mapping
 
 import pytest
 
-from tests.support import pages, workers
+from tests.support import pages, programs, workers
+from tf_cross_shard_cli import __main__ as command_line
+from tf_cross_shard_cli import launch
 
 EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "README.md": 2,
@@ -30,8 +36,8 @@ EXPECTED = {  # The blocks of Python, or the change of a line, of each page.
   "docs/vectorized.md": 1,
   "docs/virtual_tpu.md": 1,
 }
-MIGRATION = "docs/migration.md"
-ELSEWHERE = {MIGRATION, "docs/multi_worker.md"}
+MIGRATION, MULTI_WORKER = "docs/migration.md", "docs/multi_worker.md"
+ELSEWHERE = {MIGRATION, MULTI_WORKER}
 WORKERS = {  # What two workers print, by page and number.
   ("docs/coming_from.md", 0): ["trained to 2.0", "trained to 2.0"],
 }
@@ -80,3 +86,83 @@ def test_migration_continues_from_the_checkpoint_and_runs_twice(
     pages.check(MIGRATION, before + after, tmp_path, shown_after=after)
   pages.check(MIGRATION, before + after + read, tmp_path, shown_after=after)
   pages.check(MIGRATION, towers, tmp_path)
+
+
+def run_shell(script: str, variables: Mapping[str, str] | None = None) -> str:
+  """Returns what sh prints."""
+  environment = {"PATH": os.environ["PATH"], **(variables or {})}
+  return subprocess.run(
+    ["sh", "-euc", script],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=True,
+  ).stdout
+
+
+def test_programs_of_several_machines_run(tmp_path: pathlib.Path) -> None:
+  """Uses the page's TF_CONFIG with other hosts. `even` follows `fit`."""
+  training, on_gpus, evening = pages.blocks(MULTI_WORKER, "python")
+  compile(on_gpus, MULTI_WORKER, "exec")
+  batches = "batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)\n"
+  by_hand, _, _ = pages.blocks(MULTI_WORKER, "sh")
+  assert by_hand.rstrip().endswith("python train.py")
+  show = by_hand.replace("python train.py", 'printf %s "$TF_CONFIG"')
+  text = run_shell(show)
+  for i, port in enumerate(launch.free_ports(2)):
+    text = text.replace(f"host{i}:12345", f"localhost:{port}")
+  config = json.loads(text)
+  assert len(config["cluster"]["worker"]) == 2
+  assert config["task"] == {"type": "worker", "index": 0}
+  other = {**config, "task": {"type": "worker", "index": 1}}
+
+  program = tmp_path / "train.py"
+  program.write_text(training + batches + evening)
+  with contextlib.ExitStack() as stack:
+    both = [
+      stack.enter_context(
+        programs.started([str(program)], tmp_path, TF_CONFIG=json.dumps(each))
+      )
+      for each in (config, other)
+    ]
+    said = [finish() for finish in both]
+  losses = [re.findall(r"loss: ([\d.]+)", each)[-1] for each in said]
+  assert losses[0] == losses[1]
+  # `fit` ended, and so nothing is left to resume from.
+  assert not list((tmp_path / "backup").iterdir())
+
+
+def test_the_command_prints_what_is_set_by_hand(
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  by_hand, commands, _ = pages.blocks(MULTI_WORKER, "sh")
+  _, prints, _ = commands.splitlines()
+  assert prints.startswith("tf-cross-shard launch ")
+  assert command_line.main(prints.split()[1:]) == 0
+  assert by_hand in capsys.readouterr().out
+
+
+def test_slurm_script_starts_training_again(tmp_path: pathlib.Path) -> None:
+  """After each of two failures of srun."""
+  _, _, script = pages.blocks(MULTI_WORKER, "sh")
+  srun = tmp_path / "srun"
+  srun.write_text(
+    f'#!/bin/sh\necho "srun $@"; echo x >> {tmp_path}/n\n'
+    f"[ $(wc -l < {tmp_path}/n) -ge 3 ]\n"
+  )
+  srun.chmod(0o755)
+  path = f"{tmp_path}:{os.environ['PATH']}"
+  assert run_shell(script, {"PATH": path}) == "srun python train.py\n" * 3
+
+
+def test_kubernetes_shell_sets_tf_config() -> None:
+  index = 2
+  (manifest,) = pages.blocks(MULTI_WORKER, "yaml")
+  _, _, lines = manifest.partition("args:\n        - |\n")
+  lines = lines.replace("exec python train.py", 'printf %s "$TF_CONFIG"')
+  variables = {"WORKERS": "3", "JOB_COMPLETION_INDEX": str(index)}
+  assert json.loads(run_shell(lines, variables)) == {
+    "cluster": {"worker": [f"train-{i}.train:12345" for i in range(3)]},
+    "task": {"type": "worker", "index": index},
+  }
