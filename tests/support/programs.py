@@ -20,25 +20,21 @@ from tests.support import forking
 
 # Not resolved: under Bazel the files are links, and lead out of the sandbox.
 PROJECT = pathlib.Path(__file__).absolute().parent.parent.parent
+_TIMEOUT = 900.0  # Seconds until a program is killed as hung.
 
 
 @contextlib.contextmanager
 def started(
-  arguments: Sequence[str],
-  folder: pathlib.Path,
-  timeout: float = 900.0,
-  path: Sequence[pathlib.Path] = (),
-  **variables: str,
+  arguments: Sequence[str], folder: pathlib.Path, **variables: str
 ) -> Iterator[Callable[[], str]]:
   """Starts Python in a folder.
 
   Yields a function that waits for the process and returns its output. The
   process has its own session. When the context ends, all processes of the
-  session are killed. Modules are looked for in the project and the folders of
-  `path`.
+  session are killed.
   """
   # The folder of the test's own copy first, then whatever Bazel set.
-  folders = [PROJECT, *path, os.environ.get("PYTHONPATH", "")]
+  folders = [PROJECT, os.environ.get("PYTHONPATH", "")]
   environment = {**os.environ, **variables}
   # Bazel sets it for tests; it would hide an example's siblings from it.
   environment.pop("PYTHONSAFEPATH", None)
@@ -55,7 +51,7 @@ def started(
 
     def finish() -> str:
       with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout)
+        process.wait(_TIMEOUT)
       output.seek(0)
       said = output.read().decode(errors="replace")
       assert process.poll() == 0, said
@@ -70,14 +66,10 @@ def started(
 
 
 def run(
-  arguments: Sequence[str],
-  folder: pathlib.Path,
-  timeout: float = 900.0,
-  path: Sequence[pathlib.Path] = (),
-  **variables: str,
+  arguments: Sequence[str], folder: pathlib.Path, **variables: str
 ) -> str:
   """Runs Python in a folder; returns its output."""
-  with started(arguments, folder, timeout, path, **variables) as finish:
+  with started(arguments, folder, **variables) as finish:
     return finish()
 
 
@@ -91,13 +83,13 @@ _MODULES = (
 def fork(
   arguments: Sequence[str],
   folder: pathlib.Path,
-  timeout: float = 900.0,
   path: Sequence[pathlib.Path] = (),
 ) -> str:
   """Runs an example in a folder; returns its output.
 
   Use this function for examples that start no processes, and that set no
-  environment variable of TensorFlow other than TF_ENABLE_ONEDNN_OPTS.
+  environment variable of TensorFlow other than TF_ENABLE_ONEDNN_OPTS. Modules
+  are looked for in the folders of `path`, too.
   """
   forking.start_server(_MODULES, {"TF_ENABLE_ONEDNN_OPTS": "0"})
   with tempfile.NamedTemporaryFile() as output:
@@ -105,7 +97,7 @@ def fork(
       target=_become, args=([*arguments], folder, [*path], output.name)
     )
     program.start()
-    program.join(timeout)
+    program.join(_TIMEOUT)
     with contextlib.suppress(ProcessLookupError):
       os.killpg(program.pid, signal.SIGKILL)
     program.join()
