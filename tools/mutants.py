@@ -65,7 +65,7 @@ _CLIPPED_SUMS = (
   r"self._scale_and_clip(dataclasses.replace(call, grads=\2))"
 )
 _LIMITS_OFF = """    with overriding.overriding(
-      self.wrapped.base_optimizer, **dict.fromkeys(self._limits_applied_here)
+      self.wrapped.base_optimizer, **dict.fromkeys(_NORMS)
     ):
 """
 _HAS_MOMENTUM = """
@@ -107,11 +107,11 @@ MUTANTS = [
   Mutant("one finite element makes a gradient finite", "_src/core/gradients/clipping.py", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))", "unit/core/nonfinite"),
   Mutant("the global step counts a skipped step", "_src/core/pipeline.py", "clipping.all_finite(sums) if self.guard.may_skip else True", "True", "unit/core/nonfinite"),
   # Shards.
-  Mutant("a member takes another member's part of values", "_src/core/reduce/engine.py", "return _pack(values, layout, place)", "return _pack(values, layout, place - 1)", "unit/core/update/sharded"),
+  Mutant("a member takes another member's part of values", "_src/core/reduce/engine.py", "        place, lambda cut", "        place - 1, lambda cut", "unit/core/update/sharded"),
   Mutant("a member receives the sum of another member's part", "_src/core/reduce/mirrored.py", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]", "unit/core/update/sharded"),
-  Mutant("all weights share one bucket", "_src/core/update/elementwise.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded"),
+  Mutant("all weights share one bucket", "_src/core/update/sharded.py", "if limit and buckets[-1] and filled + size > limit:", "if False:", "unit/core/update/sharded"),
   Mutant("each member decides alone whether to skip a step", "_src/core/update/sharded.py", "    if self.guard.may_skip:\n", "    if False:\n", "unit/core/nonfinite"),
-  Mutant("a skipped step applies constraints", "_src/core/update/elementwise.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded"),
+  Mutant("a skipped step applies constraints", "_src/core/update/sharded.py", "tf.where(constrains, constraint(value), value)", "constraint(value)", "unit/core/update/sharded"),
   Mutant("Keras clips sums that are clipped already", "_src/core/update/sharded.py", _LIMITS_OFF, "    if True:\n", "unit/core/update/sharded"),
   Mutant("all groups use the first group's settings", "_src/core/group_settings.py", "tf.gather(number.as_tensor(), group)", "tf.gather(number.as_tensor(), 0)", "unit/core/group_settings"),
   # Islands.
@@ -119,8 +119,6 @@ MUTANTS = [
   Mutant("an outer step that is not finite moves the weights", "_src/islands/outer_optimizer.py", "tf.where(is_finite, anchor, weight)", "anchor", "unit/islands/outer_optimizer"),
   Mutant("an outer optimizer's anchor ignores weights set from outside", "_src/islands/outer_optimizer.py", "copies.write(anchor, copies.here(weight))", "pass", "unit/islands/outer_optimizer"),
   Mutant("outer rounds count the warm-up steps", "_src/islands/outer_optimizer.py", "is_due = before // self._every < now // self._every", "is_due = steps_before // self._every < steps // self._every", "unit/islands/outer_optimizer"),
-  Mutant("slots are read from the first member, not the owner", "_src/core/update/whole_slots.py", "return parts[self._owner]", "return parts[0]", "unit/core/update/by_variable"),
-  Mutant("elements that several members update are joined twice", "_src/core/reduce/layout.py", "if cut.start == filled[cut.index]:", "if True:", "unit/core/update/by_variable"),
   Mutant("embedding tables are sharded", "_src/core/update/sharded.py", "if self.tables.is_table(variable):", "if False:", "unit/core/update/rows"),
   # Rows.
   Mutant("lazy rows update all rows", "_src/core/update/rows.py", "      update_step(grad, variable, *rate)\n      return\n", "      pass\n    update_step(grad, variable, *rate)\n    return\n", "unit/core/update/rows"),

@@ -38,7 +38,6 @@ PROGRAMS = {
   "shards": Program(
     {"shard_update": True}, {"every": 5, "keep": 2}, is_virtual=False
   ),
-  "by_variable": Program({"shard_update": "by_variable"}, {}, is_virtual=False),
   "rows": Program({"lazy_rows": True}, {"every_seconds": 0.5}, has_table=True),
   "settings": Program(
     {"wire_dtype": "bfloat16", "skip_nonfinite": True},

@@ -63,8 +63,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
   "accumulate_steps": _optimizer(PAIRS, accumulate_steps=2),
   "sharded": _optimizer(STRIDED, shard_update=True),
   "sharded over all": _optimizer(None, shard_update=True),
-  "sharded by variable": _optimizer(
-    PAIRS, lambda: _adam(global_clipnorm=0.05), shard_update="by_variable"
+  "sharded, clipping of opt": _optimizer(
+    PAIRS, lambda: _adam(global_clipnorm=0.05), shard_update=True
   ),
   "averages": _optimizer(
     PAIRS, lambda: _adam(use_ema=True, ema_overwrite_frequency=3)

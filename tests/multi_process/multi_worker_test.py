@@ -138,7 +138,7 @@ def test_gradient_sums_over_workers(
 @_of("sharded")
 def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
   """Compares with plain Keras; the state is saved and loaded between steps."""
-  _, grouping, optimizer, *options = key
+  _, grouping, optimizer, *_ = key
   held = _held(launches, launch, key)
   task = training.Regression(num_replicas=len(held))
 
@@ -146,9 +146,7 @@ def test_sharded(launches: Launches, launch: str, key: cases.Key) -> None:
     plain = testbed.OPTIMIZERS[optimizer]()
     return task.train_alone(sorted(members), plain)
 
-  # Roots of Adafactor are of sums, which plain Keras takes of whole batches.
-  bounds = [lambda *_: 1e-6] if options == ["by_variable"] else []
-  _check(held, grouping, expected, *bounds)
+  _check(held, grouping, expected)
 
 
 @_of("islands")

@@ -221,7 +221,6 @@ def sharded(
   grouping: str,
   optimizer: str,
   strategy: tf.distribute.Strategy,
-  shard_update: str = "elementwise",
   scatter_bytes: int = 1 << 20,
 ) -> list[np.ndarray]:
   """Trains for three steps, and checks the shapes of this replica's slots.
@@ -239,7 +238,7 @@ def sharded(
       made = CrossShardOptimizer(
         testbed.OPTIMIZERS[optimizer](),
         group_assignment=GROUPINGS[replicas][grouping],
-        shard_update=shard_update,
+        shard_update=True,
         fused_update=False,  # Compared with Keras' own bits.
       )
       made.build(variables)
@@ -258,12 +257,11 @@ def sharded(
   task.x, task.y = x[2:], y[2:]
   task.train_replicas(strategy, second, variables)
   kept = [list(v.shape) for v in second.inner_optimizer.variables]
-  is_whole = shard_update == "by_variable"
   members = testbed.groups_of(
     GROUPINGS[replicas][grouping], replicas
   ).group_size
   in_first_row = 8 if scatter_bytes > 32 else 6
-  assert is_whole or [-(-in_first_row // members)] in kept, kept
+  assert [-(-in_first_row // members)] in kept, kept
   return own(variables)
 
 
@@ -474,7 +472,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (sharded, "ungrouped", "Momentum", {}),
     (sharded, "ungrouped", "Momentum", {"scatter_bytes": 24}),
-    (sharded, "ungrouped", "Adafactor", {"shard_update": "by_variable"}),
     (sparse_sum, "different", "ungrouped", "dynamic", {}),
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),

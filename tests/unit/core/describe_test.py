@@ -136,29 +136,10 @@ def test_parts_are_those_of_the_shards(which: str) -> None:
   kernel, bias = optimizer.describe().rows()
   assert kernel["elements"] == [23, 23, 23, 11]
   assert bias["elements"] == [0, 0, 0, 10]
-  assert kernel["owner"] is bias["owner"] is None
   assert kernel["updated_by"] == "ResourceApplyAdam"
   table = str(optimizer.describe())
   assert "part 0-3" in table
   assert "part 3" in table.splitlines()[-1]
-
-
-def test_owners_are_those_whose_slots_change() -> None:
-  pairs_of_replicas = [[0, 2], [1, 3]]
-  optimizer, weights = _make(
-    "keras", shard_update="by_variable", group_assignment=pairs_of_replicas
-  )
-  pairs = [(tf.ones(w.shape), w) for w in weights]
-  testbed.run(lambda: optimizer.apply_gradients(pairs))
-  for row, weight in zip(optimizer.describe().rows(), weights, strict=True):
-    of_opt = optimizer.inner_optimizer.variables
-    [slot, *_] = [v for v in of_opt if v.shape == weight.shape]
-    size = np.size(weight.numpy())
-    owner = [i == row["owner"] for i in range(2)]
-    # Replicas 0 and 1 are the first members of their groups.
-    is_updated = [bool(copy.any()) for copy in testbed.copies(slot)]
-    assert is_updated == [owner[0]] * 2 + [owner[1]] * 2
-    assert row["elements"] == [size * is_owner for is_owner in owner]
 
 
 def test_tables() -> None:

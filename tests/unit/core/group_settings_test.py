@@ -61,7 +61,7 @@ def _check(
       "Adamax",
       {},
       {"beta_2": [0.5, 0.9]},
-      {"shard_update": "by_variable", "accumulate_steps": 1},
+      {"accumulate_steps": 1},
     ),
     (
       "RMSprop",

@@ -35,7 +35,6 @@ class Row(NamedTuple):
   updated_by: str
   reason: str
   elements: list[int]
-  owner: int | None
 
 
 class Description:
@@ -122,28 +121,20 @@ def _rows(
   be row-sparse, and all others dense.
   """
   update, members = pipeline.update, pipeline.engine.groups.group_size
-  if not isinstance(update, sharded.ShardedUpdate):
-    methods = _methods(pipeline, [], weights)
-    return [_row(v, methods[id(v)], members) for v in weights]
-  tables = update.unsharded_tables
-  methods_of = [
-    _methods(pipeline, update.variables_of(i), tables) for i in range(members)
-  ]
-  rows = {id(v): _row(v, methods_of[0][id(v)], members) for v in tables}
-  for bucket in update.buckets:
+  buckets: Sequence[sharded.WeightBucket] = []
+  tables = weights
+  if isinstance(update, sharded.ShardedUpdate):
+    buckets, tables = update.buckets, update.unsharded_tables
+  methods = _methods(pipeline, [bucket.shard for bucket in buckets], tables)
+  rows = {id(v): _row(v, methods[id(v)], members) for v in tables}
+  for bucket in buckets:
     for index, weight in enumerate(bucket.variables):
-      # A weight without elements is in no member's part.
-      member = bucket.layout.owners.get(index, 0)
-      is_whole = bucket.shard is None
-      updated = weight if is_whole else bucket.shard
-      rows[id(weight)] = _row(
-        weight, methods_of[member][id(updated)], members
-      )._replace(
+      row = _row(weight, methods[id(bucket.shard)], members)
+      rows[id(weight)] = row._replace(
         elements=[
           sum(cut.size for cut in cuts if cut.index == index)
           for cuts in bucket.layout.cuts
-        ],
-        owner=member if is_whole else None,
+        ]
       )
   return [rows[id(weight)] for weight in weights]
 
@@ -194,7 +185,7 @@ def _row(variable: Variable, method: fused.UpdateMethod, members: int) -> Row:
   shape = [int(size) for size in native.shape]
   name, dtype = variables_lib.path_of(variable), kernels.dtype_of(native).name
   elements = [math.prod(shape)] * members
-  return Row(name, shape, dtype, method.name, method.reason, elements, None)
+  return Row(name, shape, dtype, method.name, method.reason, elements)
 
 
 def _not_in_force(
@@ -319,9 +310,7 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _cells(row: dict[str, Any]) -> Sequence[str]:
   parts = [str(i) for i, size in enumerate(row["elements"]) if size]
   members = f"part {'-'.join(dict.fromkeys((*parts[:1], *parts[-1:])))}"
-  if row["owner"] is not None:
-    members = f"owner {row['owner']}"
-  elif set(row["elements"]) == {math.prod(row["shape"])}:
+  if set(row["elements"]) == {math.prod(row["shape"])}:
     members = "all"
   names = row["path"], str(tuple(row["shape"])), row["dtype"], row["updated_by"]
   return *names, members, row["reason"]

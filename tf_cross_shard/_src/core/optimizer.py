@@ -94,7 +94,7 @@ class CrossShardOptimizer(facade.Facade):
     scale_gradients: bool = False,
     fused_update: bool | None = None,
     accumulate_steps: int | None = None,
-    shard_update: bool | Literal["elementwise", "by_variable"] = False,
+    shard_update: bool | Literal["elementwise"] = False,
     lazy_rows: bool | Literal["elementwise"] = False,
     group_settings: "Mapping[str, Sequence[float]] | None" = None,
   ) -> None:
@@ -160,11 +160,10 @@ class CrossShardOptimizer(facade.Facade):
         `gradient_accumulation_steps` of a Keras 3 `opt` instead, gradients are
         reduced in every call, and Keras accumulates the sums.
       shard_update: Whether each member of a group updates only one part of the
-        weights. `"elementwise"` gives each member an equal number of elements,
-        and only the optimizer state of these elements. `"by_variable"` gives
-        each member whole variables. This works for every optimizer that updates
-        each variable independently, but not on TPUs. True chooses by the class
-        of `opt`, which must be one of Keras' own.
+        weights: an equal number of elements, of which it alone keeps the
+        optimizer state. `opt` must treat every element independently, as most
+        of Keras' classes do. Pass `"elementwise"` to promise that your own
+        optimizer class does.
       lazy_rows: Whether a row-sparse gradient, such as that of an embedding,
         updates only the rows in the batch. If False, only Adagrad and Keras 3's
         SGD without momentum, both without weight decay, do so, as in plain
@@ -317,8 +316,6 @@ class CrossShardOptimizer(facade.Facade):
         operations; `"rows"` for Keras' operations on the rows in the batch.
       - `reason`: why it is not the optimizer's kernel.
       - `elements`: how many elements each member of a group updates.
-      - `owner`: the member that updates the whole variable, with
-        `shard_update="by_variable"`; otherwise None.
     """
     return describe_lib.describe(self._pipeline, repr(self))
 

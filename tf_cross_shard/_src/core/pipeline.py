@@ -17,7 +17,7 @@ user's optimizer.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import tensorflow as tf
 
@@ -40,12 +40,7 @@ from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import gradient_reducer
-from tf_cross_shard._src.core.update import (
-  by_variable,
-  elementwise,
-  replicated,
-  sharded,
-)
+from tf_cross_shard._src.core.update import replicated, sharded
 from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
@@ -311,12 +306,6 @@ class GradientPipeline:
     return [] if self.window is None else list(self.window.variables)
 
 
-_SHARDED: Final = {
-  "elementwise": elementwise.ElementwiseUpdate,
-  "by_variable": by_variable.ByVariableUpdate,
-}
-
-
 def _make_update(
   settings: settings_lib.Settings,
   wrapped: wrapped_lib.WrappedOptimizer,
@@ -331,16 +320,8 @@ def _make_update(
   scale = wrapped.wire_scale if is_float16 else None
   reducer = gradient_reducer.GradientReducer(engine, settings.wire_dtype, scale)
   if settings.shard_update:
-    kind = sharded.choose_kind(wrapped.base_optimizer, settings.shard_update)
+    sharded.check(wrapped.base_optimizer, settings.shard_update)
     # A program may load the optimizer on one device, whatever the groups are.
     if min(engine.groups.group_size, engine.num_replicas) > 1:
-      # Vectorized replicas update a variable in one operation, so that there is
-      # no work to divide.
-      if (
-        kind == "by_variable"
-        and engine.is_single_program
-        and not engine.is_compiled
-      ):
-        return replicated.Update(wrapped, reducer, tables)
-      return _SHARDED[kind](wrapped, reducer, tables, guard)
+      return sharded.ShardedUpdate(wrapped, reducer, tables, guard)
   return replicated.Update(wrapped, reducer, tables)

@@ -121,13 +121,10 @@ class Settings:
         f"At most one of {list(LIMITS)} can be set; got {limits}. Set the"
         " others to None first."
       )
-    for name, allowed in (
-      ("shard_update", ("elementwise", "by_variable")),
-      ("lazy_rows", ("elementwise",)),
-    ):
-      if getattr(self, name) not in (True, False, None, *allowed):
+    for name in ("shard_update", "lazy_rows"):
+      if getattr(self, name) not in (True, False, None, "elementwise"):
         raise ValueError(
-          f"`{name}` must be True, False or one of {list(allowed)}; got"
+          f'`{name}` must be True, False or "elementwise"; got'
           f" {getattr(self, name)!r}."
         )
     steps = self.accumulate_steps

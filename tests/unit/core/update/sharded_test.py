@@ -338,6 +338,25 @@ def test_a_class_that_the_user_calls_elementwise() -> None:
   assert_equal(*values, 1e-6)
 
 
+@pytest.mark.parametrize("shard_update", [False, "elementwise"])
+def test_finalize_variable_values_runs(shard_update: Any) -> None:
+  """Any `finalize_variable_values` runs, not only that of moving averages."""
+
+  class Doubles(keras.optimizers.SGD):
+    def finalize_variable_values(self, var_list: Any) -> None:
+      for variable in var_list:
+        variable.assign(2.0 * variable)
+
+  weights, optimizer = training.build(
+    "keras", lambda _: Doubles(0.5), VALUES, shard_update=shard_update
+  )
+  train(weights, optimizer)
+  before = list(map(testbed.copies, weights))
+  optimizer.finalize_variable_values(weights)
+  for weight, values in zip(weights, before, strict=True):
+    np.testing.assert_array_equal(testbed.copies(weight), 2 * np.array(values))
+
+
 def test_gradients_of_all_weights_once() -> None:
   [replica, _] = replicas(
     "keras", functools.partial(make_plain, "SGD"), groups=[[0, 1]]
@@ -473,10 +492,9 @@ def test_files_of_variables_that_are_not_of_keras(
   assert names[0] == names[1] == names[2]
 
 
-@pytest.mark.parametrize("shard_update", [True, "by_variable"])
-def test_slots_are_averaged(shard_update: Any) -> None:
+def test_slots_are_averaged() -> None:
   states = []
-  for way in (shard_update, False):
+  for way in (True, False):
     weights, optimizer = build(
       "keras", functools.partial(make_plain, "Adam"), shard_update=way
     )
@@ -568,13 +586,14 @@ VOUCHED = {"shard_update": "elementwise"}
 @pytest.mark.parametrize(
   ("package", "make", "options", "words"),
   [
-    (keras3, _Vouched, {"shard_update": True}, "not know how _Vouched updates"),
+    (keras3, _Vouched, {"shard_update": True}, "but _Vouched may use norms"),
     (
       *(keras3, lambda: keras.optimizers.Adam(gradient_accumulation_steps=2)),
       *({"shard_update": True}, "Use `accumulate_steps`"),
     ),
     *(
-      (package, getattr(library.optimizers, kind), VOUCHED, f"but {kind} uses")
+      (package, getattr(library.optimizers, kind), options, f"but {kind} uses")
+      for options in ({"shard_update": True}, VOUCHED)
       for package, library, kinds in (
         (keras3, keras, ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")),
         (ours_tf_keras, tf_keras, ("Adafactor",)),

@@ -79,15 +79,14 @@ class Engine(abc.ABC):
     self, tensors: Sequence[tf.Tensor], layout: layouts.Layout
   ) -> tf.Tensor:
     """Sums flat tensors; returns this member's shard `[layout.part_size]`."""
-    return self.reduce_scatter(self.concat_parts(tensors, layout))
+    return self.reduce_scatter(layout.row(tensors))
 
   def gather_parts(
     self, part: tf.Tensor, layout: layouts.Layout, like: Sequence[Any]
   ) -> list[tf.Tensor]:
     """Gathers the parts of all members into tensors with shapes of `like`."""
-    row = self.all_gather_part(part)
-    joined = layout.join(tf.split(row, self.groups.group_size))
-    return packing.reshape_like(joined, like)
+    flat = layout.split(self.all_gather_part(part))
+    return packing.reshape_like(flat, like)
 
   def cut_part(
     self, values: Sequence[Any], layout: layouts.Layout
@@ -96,18 +95,13 @@ class Engine(abc.ABC):
     place = self.position()
     if isinstance(place, int):
       # This member's index is known while tracing: read only its elements.
-      return _pack(values, layout, place)
+      return layout.pack(
+        place, lambda cut: cut.of(values[cut.index]), values[0].dtype
+      )
     # If all replicas run one program, the index is a tensor. So concatenate the
     # shards of all members, and take this member's slice at run time.
-    row = self.concat_parts(values, layout)
+    row = layout.row(values)
     return tf.slice(row, [place * layout.part_size], [layout.part_size])
-
-  def concat_parts(
-    self, values: Sequence[Any], layout: layouts.Layout
-  ) -> tf.Tensor:
-    """Returns the shards of all members, concatenated in their order."""
-    members = range(self.groups.group_size)
-    return tf.concat([_pack(values, layout, member) for member in members], 0)
 
   def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
     """Sums a vector over the group; returns this member's part."""
@@ -206,13 +200,4 @@ def is_copied(variable: Variable) -> bool:
   """Returns whether each replica has its own copy of a variable."""
   return isinstance(
     variables_lib.native(variable), tf.distribute.DistributedValues
-  )
-
-
-def _pack(
-  values: Sequence[Any], layout: layouts.Layout, member: int
-) -> tf.Tensor:
-  """Returns one member's part of tensors or variables, as a flat tensor."""
-  return layout.pack(
-    member, lambda cut: cut.of(values[cut.index]), values[0].dtype
   )

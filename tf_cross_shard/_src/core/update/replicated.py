@@ -2,13 +2,10 @@
 
                 reduce               returns             apply
     replicated  all-reduce           sums                opt.update(weights)
-    elementwise reduce-scatter       parts of sums       opt.update(shards)
-    by variable reduce to the owner  sums of its weights opt.update(its weights)
+    sharded     reduce-scatter       parts of sums       opt.update(shards)
 
 `reduce` receives this replica's gradients of the weights. `cut` receives the
-group's sums instead. Sharded updates (`elementwise`, `by_variable`) gather the
-weights at the end. Where members update parts of a weight, `sharded` clips by
-the norms of the user's optimizer before it cuts; elsewhere the optimizer clips.
+group's sums instead. The sharded update gathers the weights at the end.
 """
 
 import contextlib
@@ -28,20 +25,10 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 class Update:
   """How a group sums gradients, and how its members apply the sums.
 
-  This class is the replicated update, and the base of the sharded ones.
-
-  Attributes:
-    wrapped: The user's optimizer.
-    reducer: Sums gradients over the group.
-    engine: The engine of `reducer`.
-    tables: The embedding tables that are updated by rows.
-    sharding: How the weights are divided: "elementwise" or "by_variable"; None
-      if every member updates all weights.
-    checkpointed: The object whose children a checkpoint saves as the children
-      of the optimizer.
+  This class is the replicated update, and the base of the sharded one.
   """
 
-  sharding: str | None = None
+  sharding: str | None = None  # How the weights are divided, for `describe`.
 
   def __init__(
     self,
@@ -53,6 +40,7 @@ class Update:
     self.reducer = reducer
     self.engine = reducer.engine
     self.tables = tables
+    # The object whose children a checkpoint saves as the optimizer's.
     self.checkpointed: Any = wrapped.optimizer
 
   def build(self, variables: Sequence[Variable]) -> None:
@@ -61,10 +49,7 @@ class Update:
   def reduce(
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> Sequence[Gradient]:
-    """Returns the group's sums, or the part of them that this member applies.
-
-    sums = sum over r in group of grads_r
-    """
+    """Returns the group's sums, or the part that this member applies."""
     del variables
     return self.reducer.reduce(grads)
 
@@ -84,12 +69,7 @@ class Update:
     variables: Sequence[Variable],
     through_apply: bool,
   ) -> None:
-    """Lets the user's optimizer update the weights, or this member's part.
-
-    `sums` are what `reduce` or `cut` returned. `through_apply` is whether the
-    caller used Keras 3's `apply`, which does not run what the user's class
-    overrides in `apply_gradients`.
-    """
+    """Lets the user's optimizer update the weights, or this member's part."""
     with contextlib.ExitStack() as rare:
       limits = clipping.limits_of(self.wrapped.base_optimizer)
       if limits["global_clipnorm"] and wrapped_lib.has_several_dtypes(sums):
@@ -99,10 +79,7 @@ class Update:
       self.wrapped.apply(sums, variables, through_apply, self.tables.row_step)
 
   def gather_weights(self, sums: Sequence[Gradient]) -> None:
-    """Ends a step: gives all members of the group the same weights.
-
-    The members of this update have computed the same numbers.
-    """
+    """Ends a step: gives all members of the group the same weights."""
     del sums
     wrapped = self.wrapped
     self.engine.broadcast_from_first(

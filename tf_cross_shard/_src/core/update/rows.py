@@ -52,23 +52,15 @@ _EXACT: Final = ("Adagrad", "SGD")
 
 def check(wrapped: wrapped_lib.WrappedOptimizer, lazy_rows: bool | str) -> None:
   """Raises `ValueError` if the optimizer cannot update by rows."""
-  optimizer = wrapped.base_optimizer
-  kind = type(optimizer).__name__
   if wrapped.accumulates:
     raise ValueError(
       f"`lazy_rows` is {lazy_rows!r}, but `opt` accumulates gradients"
       f" (gradient_accumulation_steps={wrapped.accumulates}), and accumulated"
       " gradients are dense. Set only one of these arguments."
     )
-  keras_classes.check_vouched_for(optimizer, "lazy_rows", lazy_rows)
-  known = keras_classes.ELEMENTWISE
-  if lazy_rows is True and keras_classes.keras_class(optimizer) not in known:
-    raise ValueError(
-      f"`lazy_rows` is True, but {kind} may use norms or shapes of whole"
-      f" variables. Use one of {', '.join(known)}, or pass"
-      ' lazy_rows="elementwise" if each element of your class\'s update depends'
-      " only on that element."
-    )
+  keras_classes.check_elementwise(
+    wrapped.base_optimizer, "lazy_rows", lazy_rows
+  )
 
 
 def is_exact(optimizer: Optimizer) -> bool:
@@ -154,8 +146,7 @@ class Tables:
     Replicas of one program have no shapes that depend on data, and a class of
     your own may have.
     """
-    optimizer_class = keras_classes.keras_class(self._wrapped.base_optimizer)
-    is_static = optimizer_class in keras_classes.INDEPENDENT
+    is_static = bool(keras_classes.keras_class(self._wrapped.base_optimizer))
     return self._engine.supports_sparse and (
       is_static or not self._engine.is_single_program
     )

@@ -5,21 +5,18 @@ round. So everything that saves an optimizer (`optimizer.variables`, HDF5 and
 `.keras` files, `tf.train.Checkpoint`) must find the variables of the *plain*
 optimizer, in the order and under the names that Keras gives them when the
 optimizer is built on the model's whole weights. Only Keras knows this order and
-these names. So `of_shards` builds a second optimizer, the *template*, with the
-same settings and on weights that have the same names, but one element each.
-`PlainState` then replaces each slot of the template with a `WholeSlot`, which
-reads and writes the shards:
+these names. So `PlainState` builds a second optimizer, the *template*, with the
+same settings and on weights that have the same names, but one element each. It
+replaces each slot of the template with a `WholeSlot`, which reads and writes
+the shards:
 
     template.variables     iterations   learning_rate   momentum of a   ...
                                │              │               │
     PlainState.variables   opt's own      opt's own     WholeSlot(a) ─▶ shards
-
-If each weight has an owner, the optimizer is built on the whole weights and is
-its own template; see `of_owners`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -36,23 +33,14 @@ _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 class CheckpointView(_Trackable):
   """The object that `tf.train.Checkpoint` sees instead of the optimizer.
 
-  A checkpoint walks over named children. This view has the children of the
-  plain optimizer, under the same names, but with whole slots in place of the
-  slots. Values that are restored before the optimizer is built wait until
-  `add`.
-
-  Attributes:
-    children: The children by name. A list of slots is a `CheckpointView`, too.
+  It has the plain optimizer's children (a list of slots is a view, too), with
+  whole slots. Values that are restored before the build wait until `add`.
   """
 
   def __init__(
     self, children: dict[str, Any], optimizer: Optimizer = None
   ) -> None:
-    """Creates a view of the `children` that are already known.
-
-    It also contains the unsharded children (iteration count, learning rate,
-    loss scale) of `optimizer`, if this is given.
-    """
+    """Takes known children, and an optimizer whose other children it has."""
     self._maybe_initialize_trackable()
     self.children = children
     self._optimizer = optimizer
@@ -110,45 +98,30 @@ class CheckpointView(_Trackable):
     return self._trackable_children().get(name)
 
 
-class Slot(NamedTuple):
-  """A slot of a weight, in three forms.
-
-  Attributes:
-    named: The template's slot.
-    source: The wrapped optimizer's variable with the value, or a part of it.
-    whole: The slot that savers see.
-  """
-
-  named: Variable
-  source: Variable
-  whole: Variable
-
-
 class PlainState:
   """Sharded state, presented in the form that it would have without sharding.
 
   This class has the members of `WrappedOptimizer` that savers need.
-
-  Attributes:
-    variables: The variables of the plain optimizer, in its order: whole slots,
-      and the optimizer's own counts and learning rates.
-    trainable_variables: The weights that the plain optimizer would be built on.
-    checkpoint_view: The object that a checkpoint saves instead of the
-      optimizer.
   """
 
   def __init__(
     self,
     wrapped: wrapped_lib.WrappedOptimizer,
     weights: Sequence[Variable],
-    template: Optimizer,
-    tiny: Sequence[Variable],
-    slots: Sequence[Sequence[Slot]],
+    places: Sequence[tuple[int, int | None]],
+    engine: engines.Engine,
   ) -> None:
     """Finds where `wrapped`, which is built, keeps the state of each weight.
 
-    The template is built on `tiny`. For each weight, `slots` has its slots.
+    A place is the index of the variable of `wrapped` that holds the weight, and
+    the weight's first element in the joined shards, or None for a table.
     """
+    # One copy of the template is enough: creating a copy for each replica takes
+    # four times as long.
+    with variables_lib.outside_of_strategies():
+      template = _new(wrapped.optimizer)
+      tiny = [wrapped.make_tiny(weight) for weight in weights]
+      template.build(tiny)
     self.trainable_variables = list(weights)
     self._indices = {
       id(variables_lib.native(weight)): i for i, weight in enumerate(weights)
@@ -165,13 +138,22 @@ class PlainState:
       for name, slot in wrapped.slots(variable).items()
     }
     # Replace the template's slots by whole slots.
+    named_slots = _slots_of_all(
+      wrapped_lib.base_optimizer(template), len(weights)
+    )
+    count = len(wrapped.trainable_variables)
+    sources = list(map(dict, _slots_of_all(wrapped.base_optimizer, count)))
     self._slots: list[dict[str, Any]] = [{} for _ in weights]
     sharded: set[int] = set()
-    for by_name, of_weight in zip(self._slots, slots, strict=True):
-      for slot in of_weight:
-        sharded.add(id(slot.source))
-        self._replacements[id(slot.named)] = slot.whole
-        by_name[names[id(slot.source)]] = slot.whole
+    for i, (index, start) in enumerate(places):
+      shape = tf.TensorShape(weights[i].shape)
+      for attribute, named in named_slots[i]:
+        source = whole = sources[index][attribute]
+        if start is not None:
+          whole = whole_slots.WholeSlot(named, source, start, shape, engine)
+        sharded.add(id(source))
+        self._replacements[id(named)] = whole
+        self._slots[i][names[id(source)]] = whole
     # Both optimizers have the same remaining variables (counts, learning rates)
     # in the same order. Replace those of the template with those of `wrapped`.
     listed = keras_private.listed(template)
@@ -230,73 +212,6 @@ class PlainState:
       elif isinstance(child, dict):
         children[name] = child
     return CheckpointView(children)
-
-
-def of_shards(
-  wrapped: wrapped_lib.WrappedOptimizer,
-  weights: Sequence[Variable],
-  places: Sequence[tuple[int, int | None]],
-  engine: engines.Engine,
-) -> PlainState:
-  """Returns the state of an optimizer that is built on shards and on tables.
-
-  For each weight, `places` has two numbers: the index of the variable of
-  `wrapped` that holds the weight, and the position of the weight's first
-  element within the joined shards. The position is None for a table, which is
-  not sharded.
-  """
-  # One copy of the template is enough: creating a copy for each replica takes
-  # four times as long.
-  with variables_lib.outside_of_strategies():
-    plain = _new(wrapped.optimizer)
-    tiny = [wrapped.make_tiny(weight) for weight in weights]
-    plain.build(tiny)
-  named_slots = _slots_of_all(wrapped_lib.base_optimizer(plain), len(weights))
-  count = len(wrapped.trainable_variables)
-  flat_slots = list(map(dict, _slots_of_all(wrapped.base_optimizer, count)))
-  slots: list[list[Slot]] = [[] for _ in weights]
-  for i, (index, start) in enumerate(places):
-    shape = tf.TensorShape(weights[i].shape)
-    for attribute, named in named_slots[i]:
-      source = whole = flat_slots[index][attribute]
-      if start is not None:
-        whole = whole_slots.WholeSlot(named, source, start, shape, engine)
-      slots[i].append(Slot(named, source, whole))
-  return PlainState(wrapped, weights, plain, tiny, slots)
-
-
-def of_owners(
-  wrapped: wrapped_lib.WrappedOptimizer,
-  weights: Sequence[Variable],
-  owners: Sequence[int | None],
-  engine: engines.Engine,
-) -> PlainState:
-  """Returns the state of an optimizer whose weights each have an owner.
-
-  `owners` has, for each weight, the owner's position among the members of a
-  group; None if all members update the weight. Raises `ValueError` if the owner
-  of a slot is not known.
-  """
-  slots: list[list[Slot]] = []
-  for weight, owner in zip(weights, owners, strict=True):
-    slots.append([])
-    for slot in wrapped.slots(weight).values():
-      whole = slot
-      if owner is not None:
-        whole = whole_slots.ByVariableSlot(slot, owner, engine)
-      slots[-1].append(Slot(slot, slot, whole))
-  known = {id(slot.source) for of_weight in slots for slot in of_weight}
-  for variable in keras_private.listed(wrapped.optimizer):
-    # Scalars, such as counts, are equal on all members.
-    if id(variable) not in known and len(variable.shape):
-      kind = type(wrapped.base_optimizer).__name__
-      raise ValueError(
-        f"{variable.name} of {kind} cannot be matched to exactly one weight."
-        " Store slots in a list parallel to the variables or in a dict keyed by"
-        " variable path, or remove `shard_update`."
-      )
-  # The optimizer already has whole slots under the plain optimizer's names.
-  return PlainState(wrapped, weights, wrapped.optimizer, weights, slots)
 
 
 def _new(optimizer: Optimizer) -> Optimizer:

@@ -1,26 +1,32 @@
-"""Sharded updates: each member of a group updates one part of the weights.
+"""The sharded update: each member of a group keeps one part of the state.
 
-With g the gradients of all weights W, and i a member of the group:
+With n members in a group and W the flat weights of one dtype, padded to n equal
+parts, member i does
 
-    g[i] = reduce(grads)[i]         the group's sum, member i's part of it
-    W[i] = opt.update(W[i], g[i])   each member updates its own part
-    W    = gather(W[i])             all members receive all of the weights
+    g[i] = reduce_scatter(grads)[i]      the group's sum, part i of it
+    W[i] = opt.update(W[i], g[i])        opt has state for W[i] only
+    W    = all_gather(W[i])              all members have all weights again
 
-This module contains the common code of two kinds of sharded updates.
-`elementwise` cuts the elements of all weights into equal parts. `by_variable`
-assigns each weight to one member, its owner. Embedding tables that are updated
-by rows are not sharded: all members update the rows in the batch.
+    weights of a bucket   a a a a a a b b c c c c c c . .
+    updated by member     0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3       . is padding
 
-Weights are reduced and gathered in *buckets*: one collective operation sends
-several weights of one dtype, flattened and concatenated.
+So the wrapped optimizer updates one large variable, the *shard* W[i], instead
+of the model's many variables. Between machines the weights are split into
+several *buckets*, so that several collective operations run at the same time,
+and the operations for the last layers start early. Embedding tables that are
+updated by rows are not sharded: all members update the rows in the batch.
+
+References:
+  Xu et al., Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
+  Training, 2020 (arXiv 2004.13336). Rajbhandari et al., ZeRO, 2020 (stage 1).
 """
 
-import abc
-import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import nonfinite
@@ -39,40 +45,27 @@ from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.wrapped import keras_classes, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
+# The limits of the wrapped optimizer that need norms of whole gradients, so
+# that this update clips by them instead of the optimizer.
+_NORMS: Final = ("clipnorm", "global_clipnorm")
 
-@dataclasses.dataclass(frozen=True)
-class WeightBucket:
+
+class WeightBucket(NamedTuple):
   """Weights of one dtype that are reduced and gathered together.
 
-  Attributes:
-    variables: The user's weights, in their order.
-    natives: The same weights as `tf.Variable`s.
-    layout: Which elements of the weights each member updates.
-    shard: The variable, of shape `[layout.part_size]`, that the wrapped
-      optimizer updates on this member; None if the optimizer updates the
-      weights themselves.
+  `shard`, `[layout.part_size]`, is what the optimizer updates on this member.
   """
 
   variables: list[Variable]
   natives: list[Variable]
   layout: layouts.Layout
-  shard: Any = None
+  shard: Any
 
 
 class ShardedUpdate(replicated.Update):
-  """Each member updates one part of the weights.
+  """Each member keeps the state of one part of the weights and updates it."""
 
-  Attributes:
-    buckets: The weights, in the buckets in which they are reduced and gathered;
-      empty before `build`.
-    unsharded_tables: Embedding tables, whose rows all members update.
-    guard: Whether all members must notice a NaN in the parts of one.
-  """
-
-  # The clipping limits of the wrapped optimizer that this class applies,
-  # because they need norms of whole gradients. The optimizer applies all
-  # others.
-  _limits_applied_here: tuple[str, ...] = ("global_clipnorm",)
+  sharding = "elementwise"
 
   def __init__(
     self,
@@ -93,14 +86,15 @@ class ShardedUpdate(replicated.Update):
   def build(self, variables: Sequence[Variable]) -> None:
     if self._all_variables:
       return
-    # Tables are not sharded. All other weights are put into buckets by their
-    # key.
     by_key: dict[Hashable, list[Any]] = {}
     for variable in variables:
       if self.tables.is_table(variable):
         self.unsharded_tables.append(variable)
       else:
-        by_key.setdefault(self._bucket_key(variable), []).append(variable)
+        # The optimizer decides about weight decay once for a whole shard.
+        dtype = variables_lib.native(variable).dtype
+        key = dtype, self.wrapped.decays(variable)
+        by_key.setdefault(key, []).append(variable)
     self._all_variables = list(variables)
     self.buckets = [
       self._make_bucket(of_bucket, number)
@@ -111,38 +105,107 @@ class ShardedUpdate(replicated.Update):
       self.wrapped.sharded_state = self._build_wrapped()
     self._view.add(self.wrapped.sharded_state.checkpoint_view)
 
-  @abc.abstractmethod
-  def _bucket_key(self, variable: Variable) -> Hashable:
-    """Returns a key that all weights of one bucket have in common."""
-
   def _split_by_size(self, variables: list[Variable]) -> list[list[Variable]]:
-    """Splits weights with one key into buckets; here, into a single one."""
-    return [variables]
+    limit = self.engine.scatter_bytes
+    buckets: list[list[Any]] = [[]]
+    filled = 0  # Bytes in the last bucket.
+    for variable in variables:
+      native = variables_lib.native(variable)
+      size = native.dtype.size * int(np.prod(native.shape))
+      if limit and buckets[-1] and filled + size > limit:
+        buckets.append([])
+        filled = 0
+      buckets[-1].append(variable)
+      filled += size
+    return buckets
 
-  @abc.abstractmethod
   def _make_bucket(
     self, variables: list[Variable], number: int
   ) -> WeightBucket:
-    """Decides which elements of the weights each member updates.
+    natives = list(map(variables_lib.native, variables))
+    dtype, decays = natives[0].dtype, self.wrapped.decays(variables[0])
+    layout = layouts.Layout.even(
+      [int(np.prod(native.shape)) for native in natives],
+      self.engine.groups.group_size,
+    )
+    # For example "shard_float32" or "shard1_float32_without_decay".
+    name = f"shard{number or ''}_{dtype.name}"
+    name += "" if decays else "_without_decay"
+    # One variable W[i], [layout.part_size], with a copy for each member i.
+    with self.engine.making_variables():
+      zeros = tf.zeros([layout.part_size], dtype)
+      shard = self.wrapped.make_variable(zeros, name)
+    return WeightBucket(variables, natives, layout, shard)
 
-    `number` is the number of the bucket among the buckets with the same key.
-    """
-
-  @abc.abstractmethod
   def _build_wrapped(self) -> saved_state.PlainState:
     """Builds the wrapped optimizer; returns its state for savers."""
+    built_on = [*self._shards, *self.unsharded_tables]
+    # One of the user's weights for each variable of `built_on`. One weight is
+    # enough: either all weights of a bucket have weight decay, or none.
+    example_weights = [
+      *(bucket.variables[0] for bucket in self.buckets),
+      *self.unsharded_tables,
+    ]
+    # Make one call: a second call would replace the exclusions of the first.
+    self.wrapped.base_optimizer.exclude_from_weight_decay(
+      var_list=[
+        variable
+        for variable, weight in zip(built_on, example_weights, strict=True)
+        if not self.wrapped.decays(weight)
+      ]
+    )
+    self.wrapped.build(built_on)
+    state = saved_state.PlainState(
+      self.wrapped,
+      self._all_variables,
+      self._places(),
+      self.engine,
+    )
+    if self.wrapped.base_optimizer.use_ema:
+      self._start_averages()
+    return state
 
-  @abc.abstractmethod
-  def variables_of(self, member: Any) -> list[Variable]:
-    """Returns the variables that a member updates, without tables."""
+  def _places(self) -> list[tuple[int, int | None]]:
+    """Returns where `opt` holds each weight, as `PlainState` expects it."""
+    places: dict[int, tuple[int, int | None]] = {
+      id(table): (len(self.buckets) + i, None)
+      for i, table in enumerate(self.unsharded_tables)
+    }
+    for i, bucket in enumerate(self.buckets):
+      # In a shard, weights follow each other.
+      starts = itertools.accumulate(bucket.layout.sizes, initial=0)
+      for variable, start in zip(bucket.variables, starts, strict=False):
+        places[id(variable)] = i, start
+    return [places[id(variable)] for variable in self._all_variables]
 
-  def _own_variables(self) -> list[Variable]:
-    """Returns the variables that this member updates, without tables."""
-    return self.variables_of(self.engine.position())
+  def _start_averages(self) -> None:
+    """Sets each member's moving averages to this member's weights."""
+    # Keras copied the first replica's shards, which were zeros.
+    if not tf.distribute.in_cross_replica_context():
+      # tf_keras builds in the first step.
+      raise RuntimeError(
+        "With `use_ema` and `shard_update`, the optimizer must be built before"
+        " the first step. Call optimizer.build(model.trainable_variables)"
+        " inside `with strategy.scope():`."
+      )
 
-  @abc.abstractmethod
-  def _own_gradients(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns the gradients of `_own_variables`, given one part per bucket."""
+    def start() -> None:
+      with self.engine.isolate():
+        self.read_weights()
+        # After the averages of the shards, the list contains the averages of
+        # tables.
+        for average, shard in zip(
+          self.wrapped.averages, self._shards, strict=False
+        ):
+          native = variables_lib.native(shard)
+          variables_lib.native(average).assign(tf.convert_to_tensor(native))
+
+    with tf.init_scope():
+      self._run_on_all_replicas(start)
+
+  @property
+  def _shards(self) -> list[Variable]:
+    return [bucket.shard for bucket in self.buckets]
 
   def reduce(
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
@@ -165,7 +228,6 @@ class ShardedUpdate(replicated.Update):
   def cut(
     self, sums: Sequence[Gradient], variables: Sequence[Variable]
   ) -> list[Gradient]:
-    # Clip by the user's limits that need norms of whole gradients.
     sums = clipping.clip(sums, **self._norm_limits())
     table_sums, by_bucket = self._sort_gradients(sums, variables)
     parts = [
@@ -179,14 +241,14 @@ class ShardedUpdate(replicated.Update):
     limits = clipping.limits_of(self.wrapped.base_optimizer)
     return {
       name: self.wrapped.scale_limit(limits[name])
-      for name in self._limits_applied_here
+      for name in _NORMS
       if limits[name] is not None
     }
 
   def _own_sums(
     self, parts: list[tf.Tensor], table_sums: Sequence[Gradient]
   ) -> list[Gradient]:
-    """Returns the gradients of `_own_variables`, then those of the tables."""
+    """Returns the gradients of the shards, then those of the tables."""
     if self.guard.may_skip:
       # Each member sees only its own parts, but all members of a group must
       # skip the same steps. Adding 0 changes no part. Adding NaN turns every
@@ -195,7 +257,14 @@ class ShardedUpdate(replicated.Update):
       [bad] = self.engine.all_reduce_sum([tf.cast(~is_finite, tf.float32)])
       marker = tf.where(bad > 0, float("nan"), 0.0)
       parts = [part + tf.cast(marker, part.dtype) for part in parts]
-    return [*self._own_gradients(parts), *table_sums]
+    return [*parts, *table_sums]
+
+  def read_weights(self) -> None:
+    # Something else, such as `set_weights`, may have changed the weights since
+    # the last step.
+    for bucket in self.buckets:
+      part = self.engine.cut_part(bucket.natives, bucket.layout)
+      variables_lib.native(bucket.shard).assign(part)
 
   def apply(
     self,
@@ -203,12 +272,26 @@ class ShardedUpdate(replicated.Update):
     variables: Sequence[Variable],
     through_apply: bool,
   ) -> None:
-    updated = [*self._own_variables(), *self.unsharded_tables]
+    updated = [*self._shards, *self.unsharded_tables]
     # `cut` has applied these limits. Switch them off.
     with overriding.overriding(
-      self.wrapped.base_optimizer, **dict.fromkeys(self._limits_applied_here)
+      self.wrapped.base_optimizer, **dict.fromkeys(_NORMS)
     ):
       super().apply(sums, updated, through_apply)
+
+  def gather_weights(self, sums: Sequence[Gradient]) -> None:
+    self._gather()
+    # Keras applies only the constraints of variables that it updates: shards,
+    # which have none. A skipped step changes no weight.
+    constrains = clipping.all_finite(sums) if self.guard.may_skip else True
+    with self.engine.isolate():
+      for bucket in self.buckets:
+        for variable in bucket.variables:
+          constraint = getattr(variable, "constraint", None)
+          if constraint is not None:
+            native = variables_lib.native(variable)
+            value = tf.convert_to_tensor(native)
+            native.assign(tf.where(constrains, constraint(value), value))
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     del variables
@@ -223,53 +306,39 @@ class ShardedUpdate(replicated.Update):
 
     self._run_on_all_replicas(finalize)
 
-  def gather_weights(self, sums: Sequence[Gradient]) -> None:
-    del sums
-    self._gather()
-
   def _gather(self) -> None:
-    """Sets W = gather(W[i]) on all members."""
+    """Sets W = all_gather(W[i]) on all members."""
     for bucket in self.buckets:
       with self.engine.isolate():
-        if bucket.shard is None:
-          part = self.engine.cut_part(bucket.natives, bucket.layout)
-        else:
-          part = tf.identity(variables_lib.native(bucket.shard))
+        part = tf.identity(variables_lib.native(bucket.shard))
       values = self.engine.gather_parts(part, bucket.layout, bucket.natives)
       with self.engine.isolate():
         for weight, value in zip(bucket.natives, values, strict=True):
           weight.assign(value)
 
   def _run_on_all_replicas(self, step: Callable[[], None]) -> None:
-    """Runs a function once on all replicas, in a `tf.function`.
-
-    TensorFlow warns of `strategy.run` in eager mode.
-    """
-    # Not a lambda, for which TensorFlow would warn about retracing.
+    # TensorFlow warns of an eager `strategy.run`, and of retracing lambdas.
     run = functools.partial(self.engine.strategy.run, step)
     tf.function(run, autograph=False)()
 
   def _sort_gradients(
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> tuple[list[Gradient], list[list[tf.Tensor]]]:
-    """Returns the tables' gradients, and each bucket's flat, dense gradients.
-
-    Raises `ValueError` if a variable has no gradient, or two gradients.
-    """
-    by_variable = {
+    """Returns the tables' gradients, and each bucket's, flat and dense."""
+    by_id = {
       id(variables_lib.native(variable)): grad
       for grad, variable in zip(grads, variables, strict=True)
     }
-    if len(by_variable) < len(grads):
+    if len(by_id) < len(grads):
       raise ValueError(
         "With `shard_update`, `grads_and_vars` must contain each variable once;"
-        f" got {len(grads)} gradients of {len(by_variable)} variables. Add up"
-        " the gradients of each variable."
+        f" got {len(grads)} gradients of {len(by_id)} variables. Add up the"
+        " gradients of each variable."
       )
 
     def find(variable: Variable) -> Gradient:
       native = variables_lib.native(variable)
-      grad = by_variable.get(id(native))
+      grad = by_id.get(id(native))
       if grad is None:
         raise ValueError(
           "With `shard_update`, `grads_and_vars` must contain a gradient for"
@@ -290,32 +359,15 @@ class ShardedUpdate(replicated.Update):
     ]
 
 
-def choose_kind(optimizer: Optimizer, shard_update: Any) -> str:
-  """Returns `"elementwise"` or `"by_variable"`; for True, as the class needs.
-
-  Raises `ValueError` if the optimizer cannot be sharded in this way.
-  """
-  class_name = type(optimizer).__name__
-  keras_classes.check_vouched_for(optimizer, "shard_update", shard_update)
-  keras_class = keras_classes.keras_class(optimizer)
-  is_elementwise = keras_class in keras_classes.ELEMENTWISE
-  kind = shard_update
-  if shard_update is True:
-    if not is_elementwise and keras_class not in keras_classes.BY_VARIABLE:
-      raise ValueError(
-        "`shard_update` is True, but tf_cross_shard does not know how"
-        f' {class_name} updates weights. Pass shard_update="by_variable" if the'
-        " update of each variable depends only on that variable, or"
-        ' "elementwise" if the update of each element depends only on that'
-        " element."
-      )
-    kind = "elementwise" if is_elementwise else "by_variable"
+def check(optimizer: Optimizer, shard_update: bool | str) -> None:
+  """Raises `ValueError` if the optimizer cannot be sharded."""
+  keras_classes.check_elementwise(optimizer, "shard_update", shard_update)
   remedy = "Use `accumulate_steps` of the CrossShardOptimizer."
   remedies = {"gradient_accumulation_steps": remedy}
   # A user's class may do anything before it clips. This package can clip
   # in place of Keras' own classes only.
-  if not is_elementwise and kind == "elementwise":
-    for limit in ("clipnorm", "global_clipnorm"):
+  if keras_classes.keras_class(optimizer) not in keras_classes.ELEMENTWISE:
+    for limit in _NORMS:
       remedies[limit] = "Clip in your class, or before `apply_gradients`."
   for argument, remedy in remedies.items():
     if getattr(optimizer, argument, None):
@@ -323,4 +375,3 @@ def choose_kind(optimizer: Optimizer, shard_update: Any) -> str:
         f"`shard_update` is {shard_update!r}, but `opt` uses {argument}="
         f"{getattr(optimizer, argument)}, which needs whole variables. {remedy}"
       )
-  return str(kind)

@@ -1,16 +1,10 @@
 """Whole optimizer slots that are backed by the shards of a group's members.
 
-Under `shard_update`, no single `tf.Variable` holds a slot (such as Adam's
-momentum of one weight) as plain Keras would keep it. Two cases exist:
+Under `shard_update`, every member keeps one part of the flat state. The parts
+of all members, joined, contain a slot, such as Adam's momentum of a weight:
 
-    elementwise    every member keeps one part of the flat state, and the parts
-                   of all members, joined, contain the slot:
-
-                   member 0        member 1
-                   [a a a b b]     [b b c c 0]      slot of b = b b b b
-
-    by_variable    every member keeps a copy of the slot, but only the copy of
-                   the weight's owner is updated and therefore valid
+    member 0        member 1
+    [a a a b b]     [b b c c 0]      slot of b = b b b b
 
 A whole slot reads and writes these parts and looks like a variable. Savers,
 `get_weights` and `replica_state` use it instead of the slot.
@@ -32,13 +26,7 @@ _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 class WholeSlot(_Trackable):
   """The slot of one weight; each member of a group holds a part of it.
 
-  You read and assign a whole slot like a variable, eagerly and outside
-  `strategy.run`. Reading returns the value of group 0. Assigning gives all
-  groups the same value.
-
-  Attributes:
-    parts: The sharded slot variable. The copy on each member is that member's
-      part, which may hold elements of other weights too.
+  It is read (group 0's value) and assigned (all groups) like a variable.
   """
 
   trainable = False
@@ -51,22 +39,18 @@ class WholeSlot(_Trackable):
     shape: tf.TensorShape,
     engine: engines.Engine,
   ) -> None:
-    """Creates a slot that begins at `start` in the joined parts of all members.
-
-    `named` is a variable with the name and path of the plain optimizer's slot.
-    """
+    """Takes the plain optimizer's slot, and the start in the joined parts."""
     self.name = str(named.name)
     self.path = str(getattr(named, "path", named.name))
     self.shape = shape
     self.dtype = tf.as_dtype(parts.dtype)
     self.distribute_strategy = engine.strategy
-    self.parts = parts
+    self.parts = parts  # A member's may hold elements of other weights, too.
     self._start, self._stop = start, start + shape.num_elements()
     self._groups = engine.groups
     self._is_read_only = False
 
   def read_only(self) -> "WholeSlot":
-    """Returns this slot in the form that `get_slot` returns to users."""
     slot = copy.copy(self)
     slot.__dict__["_is_read_only"] = True
     return slot
@@ -146,21 +130,3 @@ class WholeSlot(_Trackable):
 
   def _restore_from_tensors(self, restored: dict[str, tf.Tensor]) -> None:
     self.assign(restored["VARIABLE_VALUE"].numpy())
-
-
-class ByVariableSlot(WholeSlot):
-  """The slot of a weight that one member of each group updates.
-
-  All members have a copy of the slot. The value of the slot is the owner's
-  copy.
-  """
-
-  def __init__(self, slot: Any, owner: int, engine: engines.Engine) -> None:
-    super().__init__(slot, slot, 0, tf.TensorShape(slot.shape), engine)
-    self._owner = owner
-
-  def set_copies(self, values: Sequence[np.ndarray[Any, Any]]) -> None:
-    self._copies().write(self.parts, list(values))
-
-  def _join(self, parts: Sequence[np.ndarray[Any, Any]]) -> Any:
-    return parts[self._owner]

@@ -7,10 +7,8 @@ ELEMENTWISE: Final = (
   *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"),
   *("Ftrl", "Lion", "Nadam", "RMSprop", "SGD"),
 )
-# Keras' classes whose update uses whole variables, but one variable at a time.
-BY_VARIABLE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
-# Both: Keras' classes that update each variable independently of the others.
-INDEPENDENT: Final = (*ELEMENTWISE, *BY_VARIABLE)
+# Keras' classes whose update uses whole variables.
+_NOT_ELEMENTWISE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 
 
 def keras_class(optimizer: Any) -> str:
@@ -41,20 +39,21 @@ def check_is_one(optimizer: Any, argument: str) -> None:
     )
 
 
-def check_vouched_for(optimizer: Any, argument: str, value: Any) -> None:
-  """Raises `ValueError` if `value` is "elementwise" but the class is not.
+def check_elementwise(optimizer: Any, argument: str, value: bool | str) -> None:
+  """Raises `ValueError` unless the update of each element uses only it.
 
-  With `"elementwise"`, the user promises that the update of each element uses
-  only that element. The classes in `BY_VARIABLE` are known to use norms or
-  shapes of whole variables.
+  With `value == "elementwise"`, the user promises this for an own class.
   """
   name = keras_class(optimizer)
-  if value == "elementwise" and name in BY_VARIABLE:
-    remedy = {
-      "shard_update": f'Use {argument}="by_variable".',
-      "lazy_rows": f"Remove `{argument}`.",
-    }
+  if name in _NOT_ELEMENTWISE:
     raise ValueError(
       f"`{argument}` is {value!r}, but {name} uses norms, shapes or settings of"
-      f" whole variables, and would compute wrong numbers. {remedy[argument]}"
+      f" whole variables, and would compute wrong numbers. Remove `{argument}`."
+    )
+  if value is True and name not in ELEMENTWISE:
+    raise ValueError(
+      f"`{argument}` is True, but {type(optimizer).__name__} may use norms or"
+      f" shapes of whole variables. Use one of {', '.join(ELEMENTWISE)}, or"
+      f' pass {argument}="elementwise" if each element of your class\'s update'
+      " depends only on that element."
     )
