@@ -7,20 +7,18 @@ Each query and each item has a vector, which is a row of an embedding table. The
 model learns that the vectors of a clicked pair have a large product. The other
 items of the batch count as not clicked.
 
-If TensorFlow Datasets has prepared MovieLens, the program uses it. Otherwise,
-it generates clicks: the popularity of items follows a power law, and a query
-clicks on items of its own kind.
+The clicks are generated: the popularity of items follows a power law, and a
+query clicks on items of its own kind.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import command_line  # First: it makes TensorFlow quiet.
 import numpy as np
 import replicas
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
 from tf_cross_shard import (
   CrossShardOptimizer,
@@ -39,30 +37,19 @@ FLAGS = command_line.parse(
   epochs=(4, "Number of epochs, at least two."),
   batch_size=(512, "Clicks per step."),
   seed=(0, "Seed of the initial weights."),
-  data_dir=(None, "Folder of TensorFlow Datasets."),
 )
 
 WIDTH, K, KINDS = 64, 10, 50
 
 
-def load() -> tuple[np.ndarray, int, int]:
-  """Returns clicks [n, 2], the number of queries and the number of items.
-
-  A click is the number of a query and the number of an item.
-  """
-  try:
-    builder = tfds.builder("movielens/100k-ratings", data_dir=FLAGS.data_dir)
-    [ratings] = tfds.as_numpy(builder.as_dataset("train").batch(1_000_000))
-  except (AssertionError, OSError):  # MovieLens is not prepared.
-    print("No MovieLens found: generating clicks with a fixed seed.")
-    rng = np.random.default_rng(0)
-    queries = rng.integers(0, FLAGS.items // 10, 60_000)
-    ranks = (FLAGS.items // KINDS) ** rng.random(len(queries))
-    items = (ranks.astype(int) - 1) * KINDS + queries % KINDS
-    return np.stack([queries, items], 1), FLAGS.items // 10, FLAGS.items
-  names = ("user_id", "movie_id")
-  ids = [np.unique(ratings[name], return_inverse=True)[1] for name in names]
-  return np.stack(ids, 1), int(ids[0].max()) + 1, int(ids[1].max()) + 1
+def generate() -> np.ndarray:
+  """Returns clicks [n, 2]: the number of a query and the number of an item."""
+  rng = np.random.default_rng(0)
+  queries = rng.integers(0, FLAGS.items // 10, 60_000)
+  ranks = (FLAGS.items // KINDS) ** rng.random(len(queries))
+  items = (ranks.astype(int) - 1) * KINDS + queries % KINDS
+  clicks = np.stack([queries, items], 1)
+  return np.random.default_rng(1).permutation(clicks)
 
 
 class TwoTowers(tf.keras.Model):
@@ -89,25 +76,18 @@ def in_batch_softmax(_: Any, logits: tf.Tensor) -> tf.Tensor:
 
 
 def train(
-  strategy: tf.distribute.Strategy, sizes: Sequence[int], data: Any, ours: bool
-) -> tuple[TwoTowers, list[float], float]:
-  """Trains a model.
+  strategy: tf.distribute.Strategy, data: tf.data.Dataset, ours: bool
+) -> tuple[TwoTowers, float, float]:
+  """Trains with this package, or with plain Keras.
 
-  Args:
-    strategy: The strategy to train under.
-    sizes: The number of queries and the number of items.
-    data: The batches of an epoch.
-    ours: Whether to use this package, or plain Keras.
-
-  Returns:
-    The model, the loss of each epoch, and the milliseconds of a step.
+  Returns the model, the last loss, and the milliseconds of a step.
   """
   tf.keras.utils.set_random_seed(FLAGS.seed)
   count = strategy.num_replicas_in_sync
   assignment = groups.contiguous(count, count // FLAGS.groups)
   with strategy.scope():
     embedding = layers.Embedding if ours else tf.keras.layers.Embedding
-    model = TwoTowers(*sizes, embedding)
+    model = TwoTowers(FLAGS.items // 10, FLAGS.items, embedding)
     optimizer = tf.keras.optimizers.Adam(0.01)
     if ours:
       optimizer = CrossShardOptimizer(
@@ -130,7 +110,7 @@ def train(
   )
   # `diff` leaves out the first epoch, in which TensorFlow traces the step.
   seconds = float(np.median(np.diff(ends)))
-  return model, history.history["loss"], 1e3 * seconds / len(data)
+  return model, history.history["loss"][-1], 1e3 * seconds / len(data)
 
 
 def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
@@ -154,21 +134,20 @@ def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
 def main() -> None:
   """Trains with plain Keras and with this package, and compares both."""
   strategy = local_strategy(FLAGS.replicas)
-  clicks, *sizes = load()
-  clicks = np.random.default_rng(1).permutation(clicks)
-  test, clicks = clicks[:500], clicks[500:]
+  test, trained = np.split(generate(), [500])
   size = replicas.divisible(FLAGS.batch_size, FLAGS.replicas)
-  data = tf.data.Dataset.from_tensor_slices((clicks, np.zeros(len(clicks))))
-  data = data.shuffle(len(clicks), seed=0).batch(size, drop_remainder=True)
-  print(f"{len(clicks):,} clicks of {sizes[0]:,} queries on {sizes[1]:,} items")
+  data = tf.data.Dataset.from_tensor_slices((trained, np.zeros(len(trained))))
+  data = data.shuffle(len(trained), seed=0).batch(size, drop_remainder=True)
+  queries, items = FLAGS.items // 10, FLAGS.items
+  print(f"{len(trained):,} clicks of {queries:,} queries on {items:,} items")
   medians = []
   for name in ("plain Keras", "ours"):
-    model, losses, milliseconds = train(strategy, sizes, data, name == "ours")
+    model, loss, milliseconds = train(strategy, data, name == "ours")
     shares = recall(model, test)
     found = ", ".join(f"{share:.1%}" for share in shares)
     medians.append(milliseconds)
     print(
-      f"{name}: loss {losses[-1]:.3f}; recall@{K} {found};"
+      f"{name}: loss {loss:.3f}; recall@{K} {found};"
       f" {milliseconds:.1f} ms a step,"
       f" {milliseconds / medians[0]:.2f} times plain Keras"
     )

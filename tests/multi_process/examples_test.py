@@ -77,7 +77,9 @@ def test_custom_loop_clips_and_learns(data_dir: Path) -> None:
 
 def test_recommender_learns(data_dir: Path) -> None:
   flags = ["--replicas=2", "--groups=2", "--items=2000", "--epochs=2"]
-  output = run_example("recommender.py", data_dir, *flags)
+  output = checked(
+    programs.fork([str(EXAMPLES / "recommender.py"), *flags], data_dir)
+  )
   assert "59,500 clicks of 200 queries on 2,000 items" in output
   [(plain, first, second)] = re.findall(
     r"plain Keras: .* recall@10 ([\d.]+)%; .*\n(?:.*\n)*"
