@@ -33,6 +33,12 @@ CANNOT_PASS = {
   ),
   "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
   "::test_serialization": "asks for the names of classes",
+  "optimizers/multi_optimizer_test.py::MultiOptimizerTest"
+  "::test_multi_optimizer_blocks_nested_optimizers": (
+    "asks whether an optimizer is of the class LossScaleOptimizer"
+  ),
+  "optimizers/loss_scale_optimizer_test.py::LossScaleOptimizerTest"
+  "::test_serialization": "counts the settings of a LossScaleOptimizer",
   "optimizers/muon_test.py::MuonTest::test_adamw_weight_decay": (
     "calls _apply_weight_decay of our optimizer, which training never calls"
   ),
@@ -63,7 +69,7 @@ CANNOT_PASS = {
   ),
 }
 # Fewer means that tests are gone, or no longer found.
-LEAST_PASSED = 228
+LEAST_PASSED = 226
 # The Keras that this is about. With another one the tests listed above may be
 # gone, or all of them.
 IS_LISTED_FOR = version.Version(keras.__version__).release[:2] == (3, 15)

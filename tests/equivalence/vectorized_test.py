@@ -80,8 +80,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
   "limits": _optimizer(
     PAIRS, clipnorm=1.0, group_settings={"clipnorm": [0.1, 0.01]}
   ),
-  "loss scale inside": _optimizer(PAIRS, lambda: _scaled(_adam)),
-  "loss scale around": lambda: _scaled(_optimizer(PAIRS)),
+  "loss scale": _optimizer(PAIRS, lambda: _scaled(_adam)),
 }
 
 

@@ -9,8 +9,9 @@ every subclass of Keras' optimizer, whoever calls it: the test, `optimizers.get`
 or `model.compile("sgd")`. That is done in `__new__`, which may return an object
 of another class. Replacing the names `SGD` etc. would not be enough: test files
 keep the classes in tables, and `isinstance` and `SGD.from_config` need the
-classes themselves. If an optimizer consists of other optimizers, the inner
-optimizers are wrapped: `LossScaleOptimizer(CrossShardOptimizer(SGD()))`.
+classes themselves. A LossScaleOptimizer is wrapped as a whole:
+`CrossShardOptimizer(LossScaleOptimizer(SGD()))`. Of a MultiOptimizer, the inner
+optimizers are wrapped.
 
 The plugin gives two settings of the optimizer to the CrossShardOptimizer: the
 name, and the clipping limits, which both Keras 3 and CrossShardOptimizer apply
@@ -57,11 +58,8 @@ class Encapsulation:
   def __init__(self) -> None:
     self._paused = True
     self._reduction = "sum"
-    self._composite = tuple(
-      getattr(keras.optimizers, name)
-      for name in ("LossScaleOptimizer", "MultiOptimizer")
-      if hasattr(keras.optimizers, name)  # MultiOptimizer is new
-    )
+    # MultiOptimizer is new.
+    self._composite = getattr(keras.optimizers, "MultiOptimizer", ())
     self.made = 0
     base = base_optimizer.BaseOptimizer
     assert "__new__" not in vars(base), "Keras defines it itself now"
@@ -95,8 +93,13 @@ class Encapsulation:
     ours = tf_cross_shard.CrossShardOptimizer
     # The base class trains nothing: Keras makes one to list its attributes.
     is_base = cls is keras.optimizers.Optimizer
-    if self._paused or is_base or issubclass(cls, (ours, *self._composite)):
+    if self._paused or is_base or issubclass(cls, (ours, self._composite)):
       return optimizer
+    if issubclass(cls, keras.optimizers.LossScaleOptimizer):
+      inside = args[0] if args else kwargs["inner_optimizer"]
+      if not isinstance(inside, ours):  # of a MultiOptimizer
+        return optimizer
+      args = (inside.inner_optimizer, *args[1:])
     optimizer.__init__(*args, **kwargs)
     own = {name: getattr(optimizer, name) for name in _CLIPPING}
     for name in _CLIPPING:

@@ -1,6 +1,12 @@
-"""Losses of `compile`: each group trains as plain Keras does on its rows."""
+"""Losses of `compile`: each group trains as plain Keras does on its rows.
+
+And where `compile` puts the loss scale.
+"""
 
 import logging
+import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -359,3 +365,128 @@ def test_a_table_that_is_read_whole(said: list[str]) -> None:
     model.compile(optimizer, "mse")
     assert len(said) == count
     assert all("(users)" in x and "layers.Embedding" in x for x in said)
+
+
+# ------------------------------------------------------------------ loss scale
+
+
+@pytest.fixture(params=LIBRARIES, ids=["keras", "tf_keras"])
+def mixed(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+  """Sets the policy `mixed_float16`; returns a Keras and our package for it."""
+  library, package = request.param
+  library.mixed_precision.set_global_policy("mixed_float16")
+  yield library, package
+  library.mixed_precision.set_global_policy("float32")
+
+
+def _linear(library: Any) -> Any:
+  return library.Sequential([library.Input((3,)), library.layers.Dense(1)])
+
+
+def _kinds(optimizer: Any) -> list[str]:
+  """Returns the classes of an optimizer and of those inside."""
+  kinds = []
+  while optimizer is not None:
+    kinds.append(type(optimizer).__name__.removesuffix("V3"))
+    optimizer = getattr(optimizer, "inner_optimizer", None)
+  return kinds
+
+
+def test_compile_puts_the_loss_scale_inside_once(mixed: Any) -> None:
+  library, package = mixed
+  model = _linear(library)
+  ours = package.CrossShardOptimizer("adam")
+  for _ in "12":
+    model.compile(ours, "mse")
+    assert model.optimizer is ours
+    assert _kinds(ours) == ["CrossShardOptimizer", "LossScaleOptimizer", "Adam"]
+  own = library.mixed_precision.LossScaleOptimizer(
+    library.optimizers.SGD(), initial_scale=4.0
+  )
+  model.compile(package.CrossShardOptimizer(own), "mse")
+  assert model.optimizer.inner_optimizer is own
+  assert _kinds(own) == ["LossScaleOptimizer", "SGD"]
+  tower = package.TowerOptimizer(package.CrossShardOptimizer("sgd"))
+  model.compile(tower, "mse")
+  kinds = ["CrossShardOptimizer", "LossScaleOptimizer", "SGD"]
+  assert _kinds(model.optimizer) == ["TowerOptimizer", *kinds]
+  model.train_on_batch(0 * X[:4], 0 * Y[:4])  # This cannot overflow.
+  assert int(tower.iterations) == 1
+  model.compile("sgd", "mse")
+  assert _kinds(model.optimizer) == ["LossScaleOptimizer", "SGD"]
+
+
+def test_compile_adds_no_loss_scale_that_keras_would_not_add(
+  mixed: Any,
+) -> None:
+  library, package = mixed
+  ours = package.CrossShardOptimizer("adam")
+  if library is keras:
+    model = _linear(library)
+    model.compile(ours, "mse", auto_scale_loss=False)
+    assert _kinds(model.optimizer) == ["CrossShardOptimizer", "Adam"]
+  library.mixed_precision.set_global_policy("mixed_bfloat16")
+  model = _linear(library)
+  model.compile(ours, "mse")
+  assert _kinds(model.optimizer) == ["CrossShardOptimizer", "Adam"]
+
+
+def test_compile_keeps_the_state_of_a_built_optimizer(mixed: Any) -> None:
+  library, package = mixed
+  model = _linear(library)
+  adam = library.optimizers.Adam(0.5, use_ema=True)
+  ours = package.CrossShardOptimizer(adam)
+  ours.build(model.trainable_variables)
+  grads = [tf.ones(v.shape) for v in model.trainable_variables]
+  ours.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+  before = [v.numpy() for v in adam.variables]
+  model.compile(ours, "mse")
+  for variable, value in zip(adam.variables, before, strict=True):
+    np.testing.assert_array_equal(variable.numpy(), value)
+  model.train_on_batch(0 * X[:4], 0 * Y[:4])  # This cannot overflow.
+  assert int(ours.iterations) == 2
+
+
+@pytest.mark.parametrize("how", ["built", "restored"])
+def test_a_loss_scale_that_would_lose_state_is_refused(
+  mixed: Any, how: str, tmp_path: pathlib.Path
+) -> None:
+  library, package = mixed
+  words = (
+    "compile cannot put a LossScaleOptimizer inside a CrossShardOptimizer that"
+    r" is built or restored already.*CrossShardOptimizer\(LossScaleOptimizer\("
+    r"SGD\(\.\.\.\)\)\)\."
+  )
+
+  def make() -> tuple[Any, Any]:
+    with testbed.mirrored(2).scope():
+      sgd = library.optimizers.SGD(0.5, momentum=0.5)
+      ours = package.CrossShardOptimizer(sgd, shard_update=True)
+      return _linear(library), ours
+
+  model, ours = make()
+  with testbed.mirrored(2).scope():
+    ours.build(model.trainable_variables)
+  if how == "restored":
+    path = tf.train.Checkpoint(ours).save(str(tmp_path / "checkpoint"))
+    model, ours = make()
+    tf.train.Checkpoint(ours).restore(path)
+  with testbed.mirrored(2).scope(), pytest.raises(ValueError, match=words):
+    model.compile(ours, "mse")
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_a_loss_scale_around_is_refused(library: Any, package: Any) -> None:
+  scaled = library.mixed_precision.LossScaleOptimizer
+  sgd = library.optimizers.SGD()
+  sgd.loss_scale_factor = 8.0
+  words = (
+    "A LossScaleOptimizer must not be around a CrossShardOptimizer, because"
+    " sums of gradients show whether a step overflows. Put it inside:"
+    " CrossShardOptimizer(LossScaleOptimizer(SGD(...)))."
+  )
+  for inside in (sgd, scaled(library.optimizers.SGD())):
+    ours = package.CrossShardOptimizer(inside)
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+      scaled(ours)
+  assert sgd.loss_scale_factor == 8.0

@@ -210,13 +210,14 @@ def test_groups_that_skip_steps_are_synchronized_in_one_step() -> None:
   np.testing.assert_array_equal(synchronized(loop), (one + other) / 2)
 
 
-def test_loss_scaling_around() -> None:
+def test_loss_scaling() -> None:
   with testbed.mirrored().scope():
     weight = keras.Variable(np.zeros(3, "f"))
-    inner = keras3.CrossShardOptimizer(
-      keras.optimizers.SGD(0.5), "sum", group_assignment=PAIRS
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), 2.0),
+      "sum",
+      group_assignment=PAIRS,
     )
-    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0)
     optimizer.build([weight])
   outer = callbacks.OuterOptimizer(2, sgd())
   outer.build(optimizer, [weight])

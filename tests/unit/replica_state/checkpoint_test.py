@@ -409,7 +409,7 @@ def test_restore_builds_an_optimizer_of_keras_that_accumulates(
 
 @pytest.mark.parametrize("package", [keras3, tf_keras])
 @pytest.mark.parametrize("is_built", [False, True])
-def test_a_loss_scale_around_sharded_windows(
+def test_a_loss_scale_of_sharded_windows(
   package: Any, is_built: bool, tmp_path: pathlib.Path
 ) -> None:
   """`restore` creates all variables that steps would create."""
@@ -419,17 +419,16 @@ def test_a_loss_scale_around_sharded_windows(
   def make(is_built: bool) -> tuple[Any, Any, Callable[[float], None]]:
     with strategy.scope():
       weight = tf.Variable([0.0, 0.0], name="weight")
-      ours = package.CrossShardOptimizer(
-        library.optimizers.SGD(1.0, momentum=0.5),
+      scaled = package.CrossShardOptimizer(
+        library.mixed_precision.LossScaleOptimizer(
+          library.optimizers.SGD(1.0, momentum=0.5), initial_scale=4.0
+        ),
         "sum",
         accumulate_steps=2,
         shard_update=True,
       )
-      scaled = library.mixed_precision.LossScaleOptimizer(
-        ours, initial_scale=4.0
-      )
       if is_built:
-        ours.build([weight])
+        scaled.build([weight])
 
     def replica_step(gradient: float) -> None:
       own = gradient * tf.cast(testbed.replica_id() + 1, tf.float32)
@@ -441,9 +440,6 @@ def test_a_loss_scale_around_sharded_windows(
     def step(gradient: float) -> None:
       strategy.run(replica_step, (gradient,))
 
-    if is_built:
-      with strategy.scope():
-        scaled.build([weight])
     return scaled, weight, step
 
   scaled, weight, step = make(is_built=True)

@@ -466,6 +466,28 @@ def test_wrong_settings() -> None:
     assert {trial.state for trial in search.study.trials} <= {State.FAIL}
 
 
+def test_settings_are_in_force_in_mixed_precision() -> None:
+  study = make_study([{"weight_decay": 0.0}, {"weight_decay": 40.0}])
+  search = callbacks.OptunaSearch(
+    study,
+    lambda t: {"weight_decay": t.suggest_float("weight_decay", 0.0, 50.0)},
+    trials=2,
+    epochs=2,
+  )
+  keras.mixed_precision.set_global_policy("mixed_float16")
+  try:
+    with VectorizedStrategy(2).scope():
+      model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+      adam = keras.optimizers.AdamW(0.01, weight_decay=0.004)
+      model.compile(CrossShardOptimizer(adam), "mse")
+    run(search, model)
+  finally:
+    keras.mixed_precision.set_global_policy("float32")
+  # The decay takes 0.01 x 40 of the weights in each step.
+  one, other = study.trials
+  assert abs(one.value - other.value) > 1e-3
+
+
 def test_other_names_in_a_later_trial() -> None:
   study = make_study([])
   search = callbacks.OptunaSearch(

@@ -18,7 +18,11 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.eager import record
 
-from tf_cross_shard._src.core import optimizer_state, single_program
+from tf_cross_shard._src.core import (
+  loss_scale,
+  optimizer_state,
+  single_program,
+)
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
@@ -121,8 +125,9 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
         f" is of {package}. Use the class for this Keras: from"
         f" tf_cross_shard.{home} import {type(optimizer).__name__}"
       )
-    with _scope_of(self):
+    with _scope_of(self), loss_scale.compiling(optimizer):
       keras_compile(self, *args, **kwargs)
+    loss_scale.move_inside(self)
     pipeline = _pipeline_of(self)
     if pipeline is not None and pipeline.settings.lazy_rows:
       _warn_of_tables(self)

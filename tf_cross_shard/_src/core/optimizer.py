@@ -409,11 +409,7 @@ class CrossShardOptimizer(facade.Facade):
     return self._pipeline.differentiate(loss, var_list, tape, default, options)
 
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    """Takes a step, or applies sums that a LossScaleOptimizer found finite."""
-    if self._wrapped.is_called_by_loss_scaler:
-      self._pipeline.apply_for_loss_scaler(grads, variables)
-    else:
-      self._perform(pipeline_lib.Call(grads, variables, through_apply=True))
+    self._perform(pipeline_lib.Call(grads, variables, through_apply=True))
 
   def _perform(self, call: pipeline_lib.Call) -> Any:
     """Checks the call, and takes the step."""

@@ -114,7 +114,6 @@ class GradientPipeline:
     self.window = accumulation.make(settings.accumulate_steps, wrapped, engine)
     self.warnings = warnings_lib.GroupWarnings(settings.name, wrapped, engine)
     self.attached: tuple[Any, ...] = ()
-    wrapped.checkpointed = self.update.checkpointed
 
   def take(self, call: Call) -> tf.Tensor:
     """Takes a step, or adds a call to a window; returns the iteration count."""
@@ -212,15 +211,6 @@ class GradientPipeline:
     """Returns the group's sums of this replica's gradients, clipped."""
     with self.in_my_group():
       return self.update.reducer.reduce(self._scale_and_clip(call))
-
-  def apply_for_loss_scaler(
-    self, grads: Sequence[Gradient], variables: Sequence[Variable]
-  ) -> None:
-    """Applies sums after an outer LossScaleOptimizer found them finite.
-
-    That optimizer calls this method inside `update.apply`.
-    """
-    self.wrapped.apply(grads, variables, True, self.tables.row_step)
 
   def differentiate(
     self,

@@ -230,10 +230,8 @@ def values_of_group(
 def _build(optimizer: Any, model: Any) -> None:
   """Builds an optimizer on the trainable variables, unless it is built."""
   layers = list(nested_lib.nested_optimizers(optimizer))
-  # The outermost optimizer builds all the others. A LossScaleOptimizer around a
-  # CrossShardOptimizer may not be built although the CrossShardOptimizer is.
-  # Until the LossScaleOptimizer is built, there is no variable into which its
-  # loss scale can be restored.
+  # The outermost optimizer builds all the others. A LossScaleOptimizer may not
+  # be built although the optimizer inside is.
   outermost = layers[0]
   if keras_private.is_built(outermost):
     return

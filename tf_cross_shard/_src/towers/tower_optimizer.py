@@ -135,16 +135,8 @@ class TowerOptimizer(facade_lib.Facade):
 
   @classmethod
   def _check_facade_within(cls, facade: facade_lib.Facade, opt: Any) -> None:
-    if isinstance(facade, TowerOptimizer):
+    if isinstance(facade, TowerOptimizer) or facade is not opt:
       super()._check_facade_within(facade, opt)
-    elif facade is not opt:
-      name = type(opt).__name__
-      raise ValueError(
-        f"`{cls._argument}` must not be a {name} around a CrossShardOptimizer:"
-        " the loss would not be multiplied by the CrossShardOptimizer's factor."
-        f" Put the {name} innermost:"
-        f" TowerOptimizer(CrossShardOptimizer({name}(...)))."
-      )
 
   def build(self, variables: Any) -> None:
     """Creates the slots of the wrapped optimizer, once.
@@ -274,13 +266,4 @@ class TowerOptimizer(facade_lib.Facade):
     collector = gradient_collector.current()
     return (
       1.0 if collector is None else collector.scale(self._wrapped.optimizer)
-    )
-
-  def _reduce_before(self, scaler: Any) -> None:
-    name = type(scaler).__name__
-    raise ValueError(
-      f"{name} must not wrap a TowerOptimizer: it would look for an"
-      " overflow in the gradients of one tower, not in their sum. Put it"
-      f" inside: TowerOptimizer({name}(...)), and pass auto_scale_loss=False to"
-      " compile(), which would otherwise wrap the optimizer again."
     )

@@ -1,7 +1,6 @@
 """What differs between Keras 3 and tf_keras when our wrapper is created.
 
-The wrapper calls Keras' constructor, replaces methods of a LossScaleOptimizer
-around it, and serializes the user's optimizer.
+The wrapper calls Keras' constructor, and serializes the user's optimizer.
 """
 
 import abc
@@ -19,15 +18,10 @@ class Binding(abc.ABC):
     package: "keras" or "tf_keras".
     v1_optimizers: The module of this Keras' classes for the optimizers of
       TensorFlow 1.
-    scaler_class: The LossScaleOptimizer of this Keras.
-    scaler_attribute: The attribute that the constructor of a LossScaleOptimizer
-      assigns to the optimizer that it wraps.
   """
 
   package: str
   v1_optimizers: Any
-  scaler_class: Any
-  scaler_attribute: str
 
   @property
   def keras(self) -> Any:
@@ -38,10 +32,6 @@ class Binding(abc.ABC):
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]
   ) -> wrapped_lib.WrappedOptimizer:
     """Does what Keras' constructor does; returns `opt`, wrapped."""
-
-  @abc.abstractmethod
-  def scaler_methods(self, facade: Any, scaler: Any) -> dict[str, Any]:
-    """Returns what replaces the methods of a LossScaleOptimizer around ours."""
 
   def serialize(self, opt: Optimizer) -> Any:
     return self.keras.saving.serialize_keras_object(opt)

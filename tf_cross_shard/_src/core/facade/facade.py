@@ -16,7 +16,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import loss_factor, single_program, validation
-from tf_cross_shard._src.core.facade import arguments, loss_scaler
+from tf_cross_shard._src.core.facade import arguments
 from tf_cross_shard._src.core.facade import binding as binding_lib
 from tf_cross_shard._src.core.gradients import differentiate
 from tf_cross_shard._src.core.wrapped import keras_classes
@@ -129,16 +129,7 @@ class Facade:
     return getattr(wrapped.optimizer, name)
 
   def __setattr__(self, name: str, value: Any) -> None:
-    """Writes to the wrapped optimizer if only it has the attribute.
-
-    The constructor of a LossScaleOptimizer around this optimizer assigns an
-    attribute. Our methods then replace those of the LossScaleOptimizer.
-    """
-    binding = self._binding_of_class()
-    if name == binding.scaler_attribute:
-      scaler = loss_scaler.find_caller(self, binding.scaler_class)
-      if scaler is not None:
-        self._reduce_before(scaler)
+    """Writes to the wrapped optimizer if only it has the attribute."""
     wrapped = wrapped_lib.find(self)
     if (
       wrapped is not None
@@ -149,18 +140,6 @@ class Facade:
       setattr(wrapped.optimizer, name, value)
     else:
       super().__setattr__(name, value)
-
-  def _reduce_before(self, scaler: Any) -> None:
-    """Lets an outer LossScaleOptimizer check reduced gradients only.
-
-    `loss_scaler` says why.
-    """
-    # An earlier LossScaleOptimizer is not used any more.
-    self._wrapped.outer_loss_scaler = None
-    # If `opt` is also a LossScaleOptimizer, only `opt` scales the loss.
-    if not self._wrapped.skips_overflows:
-      self._wrapped.outer_loss_scaler = scaler
-    vars(scaler).update(self._binding_of_class().scaler_methods(self, scaler))
 
   def __repr__(self) -> str:
     """Returns the class, the wrapped optimizer, and changed arguments."""

@@ -26,7 +26,6 @@ class Keras3Adapter(wrapped_lib.WrappedOptimizer):
 
   package = "keras"
   sums_rows = False
-  _applies_by = "apply"
   _index_attribute = "_trainable_variables_indices"
 
   @property
@@ -102,18 +101,14 @@ class Keras3Adapter(wrapped_lib.WrappedOptimizer):
 
   @property
   def skips_overflows(self) -> bool:
-    is_inside = hasattr(self.optimizer, "dynamic_growth_steps")
-    return is_inside or self.outer_loss_scaler is not None
+    return hasattr(self.optimizer, "dynamic_growth_steps")
 
   @property
   def divides_gradients(self) -> bool:
     return self.skips_overflows
 
   def scale_loss(self, loss: Any) -> Any:
-    if self.outer_loss_scaler is None:
-      return self.optimizer.scale_loss(loss)
-    # The method of the class: the wrapper has replaced the instance's method.
-    return type(self.outer_loss_scaler).scale_loss(self.outer_loss_scaler, loss)
+    return self.optimizer.scale_loss(loss)
 
   def scale_limit(self, limit: float) -> Any:
     return self.scale_loss(limit)
@@ -132,13 +127,6 @@ class Keras3Adapter(wrapped_lib.WrappedOptimizer):
     else:
       pairs = zip(grads, variables, strict=True)
       self.optimizer.apply_gradients(list(pairs))
-
-  def _apply_around(
-    self, grads: Sequence[Gradient], variables: Sequence[Variable]
-  ) -> None:
-    variables = [self.as_built(v) for v in variables]
-    outer_loss_scaler = self.outer_loss_scaler
-    type(outer_loss_scaler).apply(outer_loss_scaler, list(grads), variables)
 
 
 adapter = Keras3Adapter  # tf_keras has two kinds of optimizers.

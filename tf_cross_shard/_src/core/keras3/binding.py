@@ -1,6 +1,5 @@
 """Makes our wrapper an optimizer of Keras 3; see `facade.binding`."""
 
-import functools
 from typing import Any, Final
 
 import keras
@@ -21,8 +20,6 @@ class Keras3Binding(binding.Binding):
 
   package = "keras"
   v1_optimizers = v1_optimizers
-  scaler_class = keras.optimizers.LossScaleOptimizer
-  scaler_attribute = "loss_scale_factor"
 
   def start(
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]
@@ -39,19 +36,6 @@ class Keras3Binding(binding.Binding):
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
         del facade.__dict__[attribute]
     return adapter.Keras3Adapter(opt)
-
-  def scaler_methods(self, facade: Any, scaler: Any) -> dict[str, Any]:
-    apply = functools.partial(_build_and_apply, scaler, facade)
-    return {"scale_loss": facade.scale_loss, "apply": apply}
-
-
-def _build_and_apply(
-  scaler: Any, facade: Any, grads: Any, trainable_variables: Any = None
-) -> None:
-  """Builds the LossScaleOptimizer, then calls ours, which reduces first."""
-  if not scaler.built:
-    scaler.build(list(trainable_variables))
-  facade.apply(grads, trainable_variables)
 
 
 BINDING: Final = Keras3Binding()

@@ -18,7 +18,12 @@ import keras
 import tensorflow as tf
 
 from tf_cross_shard._src.catalogue import documented
-from tf_cross_shard._src.core import compiled_losses, loss_factor, optimizer
+from tf_cross_shard._src.core import (
+  compiled_losses,
+  loss_factor,
+  loss_scale,
+  optimizer,
+)
 from tf_cross_shard._src.core import per_group as per_group_lib
 from tf_cross_shard._src.core.keras3 import binding
 
@@ -146,3 +151,4 @@ def _prepare(model: Any) -> None:
 
 compiled_losses.prepare["keras"] = _prepare
 compiled_losses.watch_compile("keras")
+loss_scale.watch(keras.optimizers.LossScaleOptimizer)

@@ -27,7 +27,6 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
 
   package = "tf_keras"
   sums_rows = True
-  _applies_by = "apply_gradients"
   _index_attribute = "_index_dict"
 
   def __init__(self, optimizer: Optimizer) -> None:
@@ -112,16 +111,15 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
 
   @property
   def _scaler(self) -> Any:
-    """The LossScaleOptimizer, outside or inside, dynamic or not; or None."""
-    is_inside = hasattr(self.optimizer, "get_scaled_loss")
-    return self.outer_loss_scaler or (self.optimizer if is_inside else None)
+    """The LossScaleOptimizer, dynamic or not; or None."""
+    has_scale = hasattr(self.optimizer, "get_scaled_loss")
+    return self.optimizer if has_scale else None
 
   def scale_loss(self, loss: Any) -> Any:
     scaler = self._scaler
     if scaler is None:
       return loss
-    # The method of the class: the wrapper may have replaced the instance's.
-    return type(scaler).get_scaled_loss(scaler, tf.convert_to_tensor(loss))
+    return scaler.get_scaled_loss(tf.convert_to_tensor(loss))
 
   def wire_scale(self) -> Any:
     scaler = self._scaler
@@ -131,7 +129,7 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
     scaler = self._scaler
     if scaler is None:
       return list(grads)
-    return list(type(scaler).get_unscaled_gradients(scaler, list(grads)))
+    return list(scaler.get_unscaled_gradients(list(grads)))
 
   def _apply(
     self,
@@ -161,15 +159,6 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
       counter["_u_product_counter"] = _OncePerStep()
     with overriding.overriding(opt, **counter):
       self.optimizer.apply_gradients(pairs, **options)
-
-  def _apply_around(
-    self, grads: Sequence[Gradient], variables: Sequence[Variable]
-  ) -> None:
-    pairs = zip(grads, variables, strict=True)
-    outer_loss_scaler = self.outer_loss_scaler
-    type(outer_loss_scaler).apply_gradients(
-      outer_loss_scaler, pairs, skip_gradients_aggregation=True
-    )
 
 
 class _OncePerStep:

@@ -1,6 +1,5 @@
 """Makes our wrapper an optimizer of tf_keras; see `facade.binding`."""
 
-import functools
 from typing import Any, Final
 
 import tf_keras
@@ -15,8 +14,6 @@ class TfKerasBinding(binding.Binding):
 
   package = "tf_keras"
   v1_optimizers = v1_optimizers
-  scaler_class = tf_keras.mixed_precision.LossScaleOptimizer
-  scaler_attribute = "_is_wrapped_by_loss_scale_optimizer"
 
   def start(
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]
@@ -49,42 +46,6 @@ class TfKerasBinding(binding.Binding):
       if kind is None:
         raise
       return kind.from_config(config["config"])
-
-  def scaler_methods(self, facade: Any, scaler: Any) -> dict[str, Any]:
-    """Returns replacements; as in tf_keras, ours gets unscaled gradients."""
-
-    def apply_gradients(
-      grads_and_vars: Any,
-      skip_gradients_aggregation: Any = False,
-      **options: Any,
-    ) -> Any:
-      # The second argument may be a name, as in other optimizers.
-      is_name = isinstance(skip_gradients_aggregation, str)
-      key = "name" if is_name else "skip_gradients_aggregation"
-      options[key] = skip_gradients_aggregation
-      return facade.apply_gradients(grads_and_vars, **options)
-
-    methods = {
-      "get_scaled_loss": functools.partial(_scaled, facade),
-      "get_unscaled_gradients": facade._wrapped.unscale,  # noqa: SLF001
-      "compute_gradients": lambda loss, var_list, tape=None: (
-        facade.compute_gradients(loss, var_list, tape=tape)
-      ),
-      # Our `minimize` treats a loss with a tape as a loss of Keras.
-      "minimize": lambda loss, var_list, tape=None: facade.minimize(
-        loss, var_list=var_list, tape=tape
-      ),
-      "aggregate_gradients": facade.aggregate_gradients,
-      "apply_gradients": apply_gradients,
-    }
-    return methods
-
-
-def _scaled(facade: Any, loss: Any) -> Any:
-  """Scales a loss by the loss scale and by the factor of the mean."""
-  if callable(loss):
-    return lambda: _scaled(facade, loss())
-  return facade._wrapped.scale_loss(facade.scale_loss(loss))  # noqa: SLF001
 
 
 BINDING: Final = TfKerasBinding()

@@ -23,6 +23,7 @@ from tf_cross_shard._src.catalogue import documented
 from tf_cross_shard._src.core import (
   compiled_losses,
   loss_factor,
+  loss_scale,
   optimizer,
   validation,
 )
@@ -137,8 +138,6 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.TfKerasFacade):
     if experimental_aggregate_gradients and not skip_gradients_aggregation:
       return super().apply_gradients(grads_and_vars, global_step, name)
     grads, variables = validation.check_pairs(grads_and_vars)
-    if self._wrapped.is_called_by_loss_scaler:
-      return self._pipeline.apply_for_loss_scaler(grads, variables)
     validation.check_global_step(global_step)
     call = pipeline_lib.Call(
       grads, variables, global_step, name, is_reduced=True
@@ -183,3 +182,6 @@ def _is_divided(loss: Any, *_: Any) -> bool:
 
 compiled_losses.prepare["tf_keras"] = _wrap_losses
 compiled_losses.watch_compile("tf_keras")
+# One for legacy optimizers, and one for others.
+for _scaler in keras.mixed_precision.LossScaleOptimizer.__subclasses__():
+  loss_scale.watch(_scaler)

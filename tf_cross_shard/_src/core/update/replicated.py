@@ -10,7 +10,6 @@ group's sums instead. The sharded update gathers the weights at the end.
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -40,8 +39,6 @@ class Update:
     self.reducer = reducer
     self.engine = reducer.engine
     self.tables = tables
-    # The object whose children a checkpoint saves as the optimizer's.
-    self.checkpointed: Any = wrapped.optimizer
 
   def build(self, variables: Sequence[Variable]) -> None:
     self.wrapped.build(variables)

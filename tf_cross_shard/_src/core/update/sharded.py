@@ -80,8 +80,7 @@ class ShardedUpdate(replicated.Update):
     self.buckets: list[WeightBucket] = []
     self.unsharded_tables: list[Variable] = []
     # The plain optimizer's children, with whole slots.
-    self._view = saved_state.CheckpointView({}, wrapped.optimizer)
-    self.checkpointed = self._view
+    wrapped.checkpoint_view = saved_state.CheckpointView({}, wrapped.optimizer)
 
   def build(self, variables: Sequence[Variable]) -> None:
     if self._all_variables:
@@ -103,7 +102,7 @@ class ShardedUpdate(replicated.Update):
     ]
     with self.engine.making_variables():
       self.wrapped.sharded_state = self._build_wrapped()
-    self._view.add(self.wrapped.sharded_state.checkpoint_view)
+    self.wrapped.checkpoint_view.add(self.wrapped.sharded_state.checkpoint_view)
 
   def _split_by_size(self, variables: list[Variable]) -> list[list[Variable]]:
     limit = self.engine.scatter_bytes

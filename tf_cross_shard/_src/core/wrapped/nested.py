@@ -16,17 +16,13 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 def nested_optimizers(optimizer: Optimizer) -> Iterator[Any]:
   """Yields an optimizer and all optimizers inside it, outermost first.
 
-  If `compile` put a LossScaleOptimizer around the CrossShardOptimizer, the
-  LossScaleOptimizer is the first. The optimizers of a MultiOptimizer follow the
-  MultiOptimizer. A list stands for all of its optimizers.
+  The optimizers of a MultiOptimizer follow the MultiOptimizer. A list stands
+  for all of its optimizers.
   """
   if isinstance(optimizer, list):
     for each in optimizer:
       yield from nested_optimizers(each)
     return
-  wrapped = wrapped_lib.find(optimizer)
-  if wrapped is not None and wrapped.outer_loss_scaler is not None:
-    optimizer = wrapped.outer_loss_scaler
   while optimizer is not None:
     yield optimizer
     for nested in keras_private.nested(optimizer):

@@ -8,8 +8,6 @@ questions about it. `keras3.adapter` and `tf_keras.adapter` implement it.
 import abc
 import contextlib
 import importlib
-import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -43,13 +41,11 @@ class WrappedOptimizer(abc.ABC):
   Attributes:
     optimizer: The user's optimizer.
     base_optimizer: The optimizer that keeps the slots, inside any loss scaling.
-    outer_loss_scaler: The LossScaleOptimizer around *our* optimizer, or None;
-      see `facade.loss_scaler`.
+    moves_loss_scale: Whether `compile` runs; see `loss_scale`.
     sharded_state: The `update.saved_state.PlainState` of an optimizer whose
       state is sharded, or None. It shows whole slots, by the members of this
       class that savers need: `variables`, `slots`, `set_weights` and so on.
-    checkpointed: The object whose children a checkpoint saves: the optimizer,
-      or the view of a sharded optimizer.
+    checkpoint_view: The view of a sharded optimizer that checkpoints see.
     fused: Whether kernels do the optimizer's steps; see `fused_update`.
     package: The Keras of the optimizer: "keras" or "tf_keras".
     sums_rows: Whether the optimizer adds up rows of the same index before it
@@ -59,9 +55,6 @@ class WrappedOptimizer(abc.ABC):
   package: str  # "keras" or "tf_keras"
   sums_rows: bool
 
-  # The method of an optimizer that this Keras' LossScaleOptimizer calls.
-  _applies_by: str
-
   # The name of the dictionary that maps a variable's key to its index.
   _index_attribute: str
 
@@ -69,12 +62,11 @@ class WrappedOptimizer(abc.ABC):
     self.optimizer = optimizer
     self.base_optimizer = base_optimizer(optimizer)
     self.fused: bool | None = False
-    self.outer_loss_scaler: Any = None
+    self.moves_loss_scale = False
     self.sharded_state: Any = None
-    self.checkpointed: Any = optimizer
+    self.checkpoint_view: Any = None
     # A TowerOptimizer may wrap an optimizer whose state is sharded.
     self._within = find(optimizer)
-    self._thread = threading.local()  # Replicas may be threads.
 
   @property
   def name(self) -> str:
@@ -100,8 +92,10 @@ class WrappedOptimizer(abc.ABC):
     if not keras_private.has_waiting(
       self.base_optimizer, self._weight_copy_attribute
     ):
+      has_slots = keras_private.is_built(self.base_optimizer)
       self.optimizer.build(list(variables))
-      self._start_at_weights(variables)
+      if not has_slots:
+        self._start_at_weights(variables)
       return
     # Deferred checkpoint values are assigned when slots are created.
     # ScheduleFreeAdamW would then overwrite them with the weights.
@@ -166,6 +160,11 @@ class WrappedOptimizer(abc.ABC):
     Tapes and graphs report `tf.Variable`s.
     """
     return variable
+
+  @property
+  def checkpointed(self) -> Any:
+    """The object whose children a checkpoint saves."""
+    return self.checkpoint_view or self.optimizer
 
   @property
   def whole(self) -> Any:
@@ -310,11 +309,6 @@ class WrappedOptimizer(abc.ABC):
     limit = clipping.limits_of(self.base_optimizer)["global_clipnorm"]
     return not self.sums_rows and limit is not None
 
-  @property
-  def is_called_by_loss_scaler(self) -> bool:
-    """Whether a LossScaleOptimizer around the wrapper is calling it now."""
-    return getattr(self._thread, "is_called_by_loss_scaler", False)
-
   def apply(
     self,
     grads: Sequence[Gradient],
@@ -325,36 +319,10 @@ class WrappedOptimizer(abc.ABC):
   ) -> None:
     """Applies the group's sums through the user's optimizer.
 
-    If a LossScaleOptimizer wraps the CrossShardOptimizer, it receives the sums
-    first. If they are finite, it calls the CrossShardOptimizer, which calls
-    this method again to apply them. `options` are more arguments of tf_keras'
-    `apply_gradients`.
+    `options` are more arguments of tf_keras' `apply_gradients`.
     """
-    if self.outer_loss_scaler is not None and not self.is_called_by_loss_scaler:
-      self._thread.is_called_by_loss_scaler = True
-      try:
-        with self._calling_ours():
-          self._apply_around(grads, variables)
-      finally:
-        self._thread.is_called_by_loss_scaler = False
-      return
     with fused.updating(self.base_optimizer, self.index, self.fused, row_step):
       self._apply(grads, variables, through_apply, **options)
-
-  def _calling_ours(self) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which the LossScaleOptimizer calls our own method.
-
-    What the user's subclass of our class overrides has run before the sum, and
-    must not change the sums, too.
-    """
-    facade, name = self.outer_loss_scaler.inner_optimizer, self._applies_by
-    ours = next(
-      kind
-      for kind in type(facade).__mro__
-      if kind.__module__.startswith("tf_cross_shard")
-    )
-    method = types.MethodType(getattr(ours, name), facade)
-    return overriding.overriding(facade, **{name: method})
 
   @abc.abstractmethod
   def _apply(
@@ -365,12 +333,6 @@ class WrappedOptimizer(abc.ABC):
     **options: Any,
   ) -> None:
     """Calls the optimizer's method that the caller used."""
-
-  @abc.abstractmethod
-  def _apply_around(
-    self, grads: Sequence[Gradient], variables: Sequence[Variable]
-  ) -> None:
-    """Applies sums through the LossScaleOptimizer around the wrapper."""
 
 
 def find(optimizer: Optimizer) -> WrappedOptimizer | None:
