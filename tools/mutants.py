@@ -124,7 +124,8 @@ def main(words: list[str]) -> int:
         verdict = run(folder, tests)
         file.write_text(original, encoding="utf-8")
       missed += verdict != "found"
-      print(f"{verdict:9}{place:34}{pattern.strip()[:60]}", flush=True)
+      shown = " ".join(pattern.split())[:60]
+      print(f"{verdict:9}{place:34}{shown}", flush=True)
   print(f"{missed} not found")
   return min(missed, 1)
 
