@@ -1,6 +1,7 @@
 """Gradient accumulation, by `accumulate_steps` and by Keras 3."""
 
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import fake_engine
-from tf_cross_shard import keras3
+from tests.support import fake_engine, testbed, training
+from tf_cross_shard import groups as groups_lib
+from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 GROUPS = fake_engine.PAIRS.to_lists()
@@ -232,3 +234,145 @@ def test_a_loss_scale_of_tf_keras_changes_once_per_window() -> None:
   assert float(scaled.loss_scale) == 2
   first, _, third = windows([0])
   np.testing.assert_array_equal(weight.numpy(), momentum([first, third]))
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_rows(way: str) -> None:
+  def opt(library: Any, **own: Any) -> Any:
+    return library.optimizers.SGD(0.125, **own)
+
+  def to_grad(row: np.ndarray) -> tf.IndexedSlices:
+    return tf.IndexedSlices(tf.ones([2, 1]), tf.constant(row), [3, 1])
+
+  trained = replicas(way, opt, initial=np.zeros([3, 1], "f"))
+  ids = np.array([[[0, 0], [1, 0], [2, 0], [0, 0]]] * STEPS)
+  fake_engine.train(trained, [ids], to_grad)
+  for replica, counts in ((0, [3, 0, 1]), (1, [3, 1, 0])):
+    np.testing.assert_array_equal(
+      trained[replica].values[0][:, 0], -0.125 * np.array(counts)
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("has_gradient", [[True, False], [False, True]])
+def test_none_in_some_calls_is_an_error(
+  has_gradient: list[bool], mode: str
+) -> None:
+  """The state of the window stays as it was."""
+  [replica] = fake_engine.replicas(
+    lambda: keras.optimizers.SGD(1.0),
+    [0.0, 0.0],
+    groups=groups_lib.singletons(1),
+    accumulate_steps=3,
+  )
+  one = tf.constant(1.0)
+  first, second = ([one, one if has else None] for has in has_gradient)
+  call = replica.apply
+  if mode == "function":
+    call = tf.function(call, autograph=False)
+  call(first)
+  state = replica.step.window.variables
+  before = [float(each.numpy()) for each in state]
+  assert before == [1.0, 1.0, float(has_gradient[0])]
+  with pytest.raises(ValueError, match="Use zeros instead of None"):
+    call(second)
+  assert [float(each.numpy()) for each in state] == before
+
+
+def test_none_in_all_calls_reaches_the_wrapped_optimizer() -> None:
+  """Keras warns of it, and does not decay the weight."""
+  [replica] = fake_engine.replicas(
+    lambda: keras.optimizers.SGD(1.0, weight_decay=0.5),
+    [0.0, 3.0],
+    groups=groups_lib.singletons(1),
+    accumulate_steps=2,
+  )
+  grads = [tf.constant(1.0), None]
+  replica.apply(grads)
+  with pytest.warns(UserWarning, match="do not exist for .*weight_1"):
+    replica.apply(grads)
+  assert [float(v) for v in replica.values] == [-1.0, 3.0]
+
+
+# ----------------------------------------------------------- on real engines
+
+
+@pytest.mark.parametrize(
+  ("engine", "way"), [("mirrored", "keras"), ("virtual", "ours")]
+)
+def test_engines_stop_and_resume_within_a_window(
+  engine: str, way: str, tmp_path: pathlib.Path
+) -> None:
+  strategy = testbed.STRATEGIES[engine]()
+  _, own, options = _settings(way)
+
+  def make() -> tuple[list[Any], Any]:
+    return training.build(
+      *("keras", functools.partial(momentum_sgd, **own)),
+      *({"weight": np.zeros(3, "f")}, strategy),
+      group_assignment=GROUPS,
+      **options,
+    )
+
+  train = functools.partial(training.train, strategy=strategy)
+  weights, optimizer = make()
+  train(weights, optimizer, [GRADS[:3]])
+  replica_state.assert_in_sync(optimizer, weights)
+  replica_state.save(tmp_path / "state", optimizer, weights)
+  again, other = make()
+  replica_state.restore(tmp_path / "state", other, again)
+  train(again, other, [GRADS[3:]])
+  found = replica_state.group_values(again[0], other)
+  for value, members in zip(found, GROUPS, strict=True):
+    np.testing.assert_array_equal(value, momentum(windows(members)))
+
+
+def test_collectives_are_within_the_condition() -> None:
+  """TensorFlow traces both branches of the condition."""
+  [weight], optimizer = training.build(
+    *("keras", momentum_sgd, {"weight": np.zeros(3, "f")}), accumulate_steps=2
+  )
+
+  @tf.function(autograph=False)
+  def step() -> None:
+    pairs = [(testbed.mark() * tf.ones(3), weight)]
+    testbed.mirrored().run(lambda: optimizer.apply_gradients(pairs))
+
+  definition = step.get_concrete_function().graph.as_graph_def()
+  outside = {node.op for node in definition.node}
+  assert "If" in outside or "StatelessIf" in outside
+  assert not any("Collective" in op or op == "AddN" for op in outside)
+  inside = {n.op for f in definition.library.function for n in f.node_def}
+  assert any("CollectiveReduce" in op for op in inside)
+
+
+def test_a_restored_window_may_be_longer_than_the_new_ones(
+  tmp_path: pathlib.Path,
+) -> None:
+  """The next call ends the window, and applies the mean over its calls."""
+  weight = tf.Variable(0.0)
+  for steps, grads in ((4, [1.0, 2.0, 4.0]), (2, [5.0, 1.0, 3.0])):
+    optimizer = keras3.CrossShardOptimizer(
+      keras.optimizers.SGD(1.0), accumulate_steps=steps
+    )
+    optimizer.build([weight])
+    if steps == 2:
+      replica_state.restore(tmp_path / "state", optimizer, [weight])
+    values = []
+    for grad in grads:
+      optimizer.apply_gradients([(tf.constant(grad), weight)])
+      values.append(float(weight.numpy()))
+    if steps == 4:
+      assert values == [0.0, 0.0, 0.0]
+      replica_state.save(tmp_path / "state", optimizer, [weight])
+  # (1 + 2 + 4 + 5) / 4, and then (1 + 3) / 2.
+  assert values == [-3.0, -3.0, -5.0]
+
+
+# --------------------------------------------------------------------- errors
+
+
+def test_both_accumulation_arguments_raise_value_error() -> None:
+  opt = keras.optimizers.SGD(gradient_accumulation_steps=2)
+  with pytest.raises(ValueError, match="Set only one of these"):
+    keras3.CrossShardOptimizer(opt, accumulate_steps=2)

@@ -86,13 +86,6 @@ def test_values(
   assert c == {1.0: 6.0, 0.5: 8.0}[factor]
 
 
-def test_without_replicate_model_fn() -> None:
-  c = tf.Variable(10.0)
-  step = tf.function(linear(c, TowerOptimizer(sgd)), autograph=False)
-  step(batch(), "train")
-  assert float(c) == 7.0
-
-
 def test_two_optimizers_on_two_variables() -> None:
   first = TowerOptimizer(sgd)
   second = TowerOptimizer(keras.optimizers.Adam(0.5))
@@ -265,17 +258,6 @@ class TestMembers:
     assert [int(spec.train_op), float(c), int(global_step)] == [1, 7.0, 6]
     assert int(step(batch()).train_op) == int(optimizer.iterations) == 2
     assert [float(c), int(global_step)] == [4.0, 7]
-
-  def test_name_slots_and_variables(self) -> None:
-    opt, c = sgd(momentum=0.5), keras.Variable(10.0)
-    optimizer = TowerOptimizer(opt)
-    optimizer.build([c])
-    assert optimizer.get_name() == opt.name
-    [name] = optimizer.get_slot_names()
-    held = opt.variables
-    assert optimizer.get_slot(c, name) is held[-1]
-    for listed in (optimizer.variables, optimizer.variables()):
-      assert list(map(id, listed)) == list(map(id, held))
 
   def test_has_been_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
     base = next(x for x in TowerOptimizer.__mro__ if "_was_used" in vars(x))
