@@ -110,3 +110,17 @@ def test_losses_of_half_precision() -> None:
       loss = tf.reduce_mean(tf.cast(weight.value, dtype) ** 2)
     optimizer.minimize(loss, [weight], tape=tape)
     assert weight.numpy().tolist() == [-1.0]
+
+
+@pytest.mark.parametrize("rows", [[BAD[0], 1.0], [1.0, BAD[0]]])
+def test_a_nan_among_rows_of_one_index_is_found(rows: list[float]) -> None:
+  """Plain Keras 3 with a loss scale looks at the last of these rows only."""
+  opt = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+  optimizer = CrossShardOptimizer(opt)
+  table = keras.Variable([[1.0], [2.0]])
+  grad = tf.IndexedSlices(
+    tf.constant([[row] for row in rows]), tf.constant([1, 1]), [2, 1]
+  )
+  optimizer.apply_gradients([(grad, table)])
+  assert table.numpy().tolist() == [[1.0], [2.0]]
+  assert float(opt.dynamic_scale.numpy()) == 2.0**14

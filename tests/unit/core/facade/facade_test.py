@@ -74,12 +74,14 @@ def test_wrapper_has_its_own_name_limits_and_attributes(optimizer: Any) -> None:
 
 
 def test_weights_and_exclusions(optimizer: Any) -> None:
-  decayed = CrossShardOptimizer(keras.optimizers.SGD(0.5, weight_decay=0.5))
-  bias = keras.Variable(4.0, name="bias")
-  kernel = keras.Variable(4.0, name="kernel")
-  decayed.exclude_from_weight_decay(var_names=["bias"])
-  decayed.apply_gradients([(tf.constant(0.0), v) for v in (bias, kernel)])
-  assert (float(bias.numpy()), float(kernel.numpy())) == (4.0, 3.0)
+  for scale in (lambda opt: opt, keras.optimizers.LossScaleOptimizer):
+    decayed = keras.optimizers.SGD(0.5, weight_decay=0.5)
+    decayed = CrossShardOptimizer(scale(decayed))
+    bias = keras.Variable(4.0, name="bias")
+    kernel = keras.Variable(4.0, name="kernel")
+    decayed.exclude_from_weight_decay(var_names=["bias"])
+    decayed.apply_gradients([(tf.constant(0.0), v) for v in (bias, kernel)])
+    assert (float(bias.numpy()), float(kernel.numpy())) == (4.0, 3.0)
   optimizer.build([bias])
   values = [np.full(v.shape, 3.0) for v in optimizer.variables]
   optimizer.set_weights(values)

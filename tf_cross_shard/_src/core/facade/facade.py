@@ -116,7 +116,6 @@ class Facade:
 
   learning_rate = forwarded("learning_rate")
   iterations = forwarded("iterations")
-  exclude_from_weight_decay = forwarded("exclude_from_weight_decay")
   update_step = forwarded("update_step")
 
   def __getattr__(self, name: str) -> Any:
@@ -158,6 +157,12 @@ class Facade:
   def __dir__(self) -> list[str]:
     """Returns attribute names, except those that savers would follow."""
     return [name for name in super().__dir__() if name not in _HIDDEN]
+
+  @property
+  def exclude_from_weight_decay(self) -> Any:
+    """The method of the optimizer inside any loss scaling."""
+    # A LossScaleOptimizer of Keras 3 would keep the exclusions to itself.
+    return self._wrapped.base_optimizer.exclude_from_weight_decay
 
   @property
   def inner_optimizer(self) -> Any:

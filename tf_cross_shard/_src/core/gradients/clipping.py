@@ -115,6 +115,15 @@ def all_finite(grads: Sequence[Gradient]) -> tf.Tensor:
   return tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
 
 
+def spread_nonfinite(grad: Gradient) -> Gradient:
+  """Makes all rows NaN if a number in one of them is not finite."""
+  if not isinstance(grad, tf.IndexedSlices):
+    return grad
+  nan = tf.constant(float("nan"), grad.dtype)
+  values = tf.where(all_finite([grad]), grad.values, nan)
+  return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+
+
 def _values(grad: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
   """Returns the elements or rows of a gradient, as real numbers."""
   values = grad.values if isinstance(grad, tf.IndexedSlices) else grad

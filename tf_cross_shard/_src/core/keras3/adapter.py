@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tf_cross_shard._src.core.gradients import clipping
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.wrapped import keras_private
@@ -122,6 +123,9 @@ class Keras3Adapter(wrapped_lib.WrappedOptimizer):
   ) -> None:
     del options  # In Keras 3 these methods have no other arguments.
     variables = [self.as_built(v) for v in variables]
+    if self.skips_overflows:
+      # Of rows that share an index, Keras 3 looks for NaN in the last one only.
+      grads = list(map(clipping.spread_nonfinite, grads))
     if through_apply:
       self.optimizer.apply(list(grads), variables)
     else:
