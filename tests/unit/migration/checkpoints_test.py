@@ -342,7 +342,7 @@ def test_the_count_of_steps(is_v1: bool, tmp_path: Path) -> None:
 def test_a_loss_scale_stays(tmp_path: Path) -> None:
   scaling = keras.optimizers.LossScaleOptimizer
   training = sessions.Training(
-    lambda: scaling(MAKERS["keras, from_v1"]("Adam"))
+    lambda: keras3.CrossShardOptimizer(scaling(MAKERS["keras"]("Adam")))
   )
   done = _convert(training, saved("Adam").src, tmp_path / "new")
   assert done.unmatched_in_model == {}
