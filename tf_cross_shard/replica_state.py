@@ -28,8 +28,7 @@ For example, with groups of two replicas that have the weights A and B::
 `optimizer` must be built, except for `restore`, which builds it, and for
 `group_values`, `load_group`, `ensemble`, `predict` and `initialize`. `model` is
 a built model or a list of variables. Without `group_assignment`, all replicas
-form one group; under a VectorizedStrategy whose replicas are models, each model
-is a group.
+form one group; under a VectorizedStrategy, each model is a group.
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import CrossShardOptimizer, replica_state

@@ -1,13 +1,13 @@
 """Trains random programs on four replicas and by plain Keras, and compares.
 
     python tools/fuzz.py --seeds=500 --start=1000
-    python tools/fuzz.py --seeds=500 --start=1000 --vectorized
+    python tools/fuzz.py --seeds=500 --start=1000 --virtual
     python tools/fuzz.py --seeds=500 --start=1000 --workers
 
 Prints each program that does not end as it must, and how. Also compares what
 `optimizer.describe()` says with the graph of each traced step. To repeat
-a program, give its seed as the start. With --vectorized, the replicas are one
-vectorized program, and with --workers two processes; otherwise they are logical
+a program, give its seed as the start. With --virtual, the replicas are on a
+virtual TPU, and with --workers two processes; otherwise they are logical
 devices. With TF_USE_LEGACY_KERAS=1 it tries tf_keras.
 """
 
@@ -44,7 +44,7 @@ def main() -> int:
   parser.add_argument("--start", type=int, default=0, help="the first")
   kinds = parser.add_mutually_exclusive_group()
   kinds.add_argument(
-    "--vectorized", action="store_true", help="train on vectorized replicas"
+    "--virtual", action="store_true", help="train on a virtual TPU"
   )
   kinds.add_argument(
     "--workers", action="store_true", help="train on two workers"
@@ -58,19 +58,19 @@ def main() -> int:
   if arguments.workers:
     failures = _on_workers(seeds)
   else:
-    failures = _here(seeds, arguments.vectorized)
+    failures = _here(seeds, arguments.virtual)
   seconds = time.monotonic() - began
   print(f"{failures} of {arguments.seeds} failed, in {seconds:.0f} s")
   return int(failures > 0)
 
 
-def _here(seeds: Sequence[int], vectorized: bool) -> int:
+def _here(seeds: Sequence[int], virtual: bool) -> int:
   """Trains on four replicas of this process; returns how many fail."""
   from tests.support import random_programs
 
   programs = map(random_programs.draw, seeds)
-  if vectorized:
-    programs = map(random_programs.vectorized, programs)
+  if virtual:
+    programs = map(random_programs.virtual, programs)
   return sum(not _check(program) for program in programs)
 
 

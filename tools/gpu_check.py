@@ -144,7 +144,19 @@ def check_one_device() -> None:
   )
 
 
-def check_groups(name: str, strategy: Any, size: int, jit: bool) -> None:
+def check_models(count: int, jit: bool) -> None:
+  """The last of `count` models in one program, against a separate fit."""
+  x = inputs()
+
+  def ours() -> Any:
+    model, took = fit(dense, adam, x, BATCH, jit, VectorizedStrategy(count))
+    return replica_state.load_group(model, count - 1, model.optimizer), took
+
+  plain = fit(dense, adam, x, jit=jit)
+  check(f"{count} models, jit_compile={jit}", plain, ours, fits=count)
+
+
+def check_groups(strategy: Any, size: int) -> None:
   """The last group of `size` replicas, against a separate fit of its data."""
   count = strategy.num_replicas_in_sync
   table = groups.contiguous(count, size)
@@ -154,12 +166,12 @@ def check_groups(name: str, strategy: Any, size: int, jit: bool) -> None:
 
   def ours() -> Any:
     wrapped = lambda: CrossShardOptimizer(adam(), group_assignment=table)  # noqa: E731
-    model, took = fit(dense, wrapped, x, BATCH * count, jit, strategy)
+    model, took = fit(dense, wrapped, x, BATCH * count, strategy=strategy)
     last = table.num_groups - 1
     return replica_state.load_group(model, last, model.optimizer), took
 
-  plain = fit(dense, adam, of_last, BATCH * size, jit)
-  name = f"{name}, {table.num_groups} models, jit_compile={jit}"
+  plain = fit(dense, adam, of_last, BATCH * size)
+  name = f"{table.num_groups} groups of {size} devices"
   check(name, plain, ours, fits=table.num_groups)
 
 
@@ -180,13 +192,12 @@ def main() -> int:
   check_one_device()
   for count in MODELS:
     for jit in (False, True):
-      strategy = VectorizedStrategy(count, split_batches=True)
-      check_groups("vectorized replicas", strategy, 1, jit)
+      check_models(count, jit)
   if len(devices) > 1:
     even = len(devices) // 2 * 2
     strategy = tf.distribute.MirroredStrategy(devices[:even])
     for size in sorted({1, even // 2, even}):
-      check_groups(f"groups of {size} devices", strategy, size, False)
+      check_groups(strategy, size)
   else:
     print("| groups of several GPUs | skipped: there is one | | |")
   return int(failures > 0)

@@ -45,7 +45,7 @@ check "$python" tools/preemptions.py --kills=40 --seed="$seed" --faults
 for legacy in 0 1; do
   export TF_USE_LEGACY_KERAS=$legacy
   check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000"
-  check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000" --vectorized
+  check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000" --virtual
   check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
 done
 unset TF_USE_LEGACY_KERAS

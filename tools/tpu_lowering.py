@@ -14,8 +14,7 @@ from tensorflow.compiler.xla.service import hlo_pb2
 from tf_cross_shard import Groups
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core.reduce import one_program
-from tf_cross_shard._src.vectorized import exchanges
-from tf_cross_shard._src.virtual_tpu import hlo
+from tf_cross_shard._src.virtual_tpu import exchanges, hlo
 
 GROUPINGS = [
   [[0, 1, 2, 3, 4, 5, 6, 7]],

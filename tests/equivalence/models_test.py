@@ -351,7 +351,7 @@ class TestMistakes:
   def test_groups_of_several_models(self) -> None:
     with (
       VectorizedStrategy(4).scope(),
-      pytest.raises(ValueError, match=r"groups of one .* split_batches=True"),
+      pytest.raises(ValueError, match=r"groups of one .* VirtualTPUStrategy"),
     ):
       CrossShardOptimizer("sgd", group_assignment=[[0, 1], [2, 3]])
 

@@ -40,7 +40,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "decays",
     "is_per_group",
     "is_partial",
-    "is_vectorized",
+    "is_virtual",
   )
   for column in (*columns, "is_exact"):
     shape[column] = getattr(program, column)
@@ -51,7 +51,7 @@ def _choose(count: int) -> list[Program]:
   """Returns programs of the first seeds, with most pairs of settings."""
   programs = {seed: random_programs.draw(seed) for seed in range(300)}
   for seed in range(0, 300, 2):
-    programs[seed] = random_programs.vectorized(programs[seed])
+    programs[seed] = random_programs.virtual(programs[seed])
   settings = {seed: sorted(_settings(each)) for seed, each in programs.items()}
   chosen = covering.cover(
     {

@@ -94,12 +94,12 @@ def tolerance(program: Program) -> float:
     return 0.0
   coarse = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
   wire = program.options.get("wire_dtype")
-  # Collectives in conditions and between workers add in the wire dtype. A
-  # window ends in a condition, too.
+  # Collectives in conditions, between workers and on TPUs add in the wire
+  # dtype. A window ends in a condition, too.
   is_in_condition = program.mode == "cond" or (
     program.mode != "eager" and "accumulate_steps" in program.options
   )
-  if wire and (is_in_condition or program.is_on_workers):
+  if wire and (is_in_condition or program.is_on_workers or program.is_virtual):
     return coarse[wire]
   if wire:
     return _TOLERANCES["float32"]  # The sum is computed in float32.
@@ -155,11 +155,10 @@ def expected(
     scale = 1.0 / window
     by_variable = zip(*local, strict=True)
     pairs = [
-      (_sum(program.options, parts, variable, scale), variable)
+      (_sum(program, parts, variable, scale), variable)
       for parts, variable in zip(by_variable, model.trained, strict=True)
     ]
-    # Replicas of one program update all rows.
-    if program.options.get("lazy_rows") and not program.is_vectorized:
+    if program.options.get("lazy_rows") and not program.is_virtual:
       _apply_lazily(optimizer, pairs)
     else:
       optimizer.apply_gradients(pairs)
@@ -319,7 +318,7 @@ def _narrow(options: dict[str, Any], grads: Gradients) -> Gradients:
 
 
 def _sum(
-  options: dict[str, Any],
+  program: Program,
   grads: Sequence[Gradient | None],
   variable: Any,
   scale: float,
@@ -327,19 +326,19 @@ def _sum(
   """Returns the sum as a tensor, or as the rows of all members.
 
   Some options add up rows of the same index, of which plain Keras would square
-  each.
+  each. On TPUs, gradients are dense.
   """
   parts = [grad for grad in grads if grad is not None]
   if not parts:
     return None
   assert len(parts) == len(grads)
   dense, dtype = scale * sum(part.dense for part in parts), variable.dtype
-  if parts[0].rows is None:
+  if parts[0].rows is None or program.is_virtual:
     return tf.constant(dense, dtype)
   values, indices = map(
     np.concatenate, zip(*(p.rows for p in parts), strict=True)
   )
-  values = scale * values
+  values, options = scale * values, program.options
   is_sharded = options.get("shard_update") and len(grads) > 1
   if is_sharded or options.get("lazy_rows") or options.get("fused_update"):
     indices = np.unique(indices)

@@ -17,7 +17,6 @@ import tensorflow as tf
 from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
-  VectorizedStrategy,
   replica_state,
   schedules,
 )
@@ -102,7 +101,7 @@ def _loop_in_branch(variable: Any, features: Features) -> Any:
   return (turned - features["y"]) ** 2
 
 
-# Control flow, which `vectorized` draws in place of the variables of one shape.
+# Control flow, which `virtual` draws in place of the variables of one shape.
 _FLOWS: dict[str, Callable[[Any, Features], Any]] = {
   "branch": _branch,
   "loop": _loop,
@@ -159,7 +158,7 @@ class Program(NamedTuple):
   bucket_bytes: int
   replicas: int  # four in one process, or two workers
   resumed_at: int | None  # the step before which a second model takes over
-  is_vectorized: bool = False  # whether the replicas are one program
+  is_virtual: bool = False  # whether the replicas are on a virtual TPU
 
   @property
   def is_on_workers(self) -> bool:
@@ -364,12 +363,8 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   )
 
 
-def vectorized(program: Program) -> Program:
-  """Returns the program for `VectorizedStrategy`, without what it refuses.
-
-  All replicas run one program: they have equally many examples. A last batch
-  that they cannot divide would repeat examples, which plain Keras does not.
-  """
+def virtual(program: Program) -> Program:
+  """Returns the program for a virtual TPU, whose batches have one size."""
   sizes = program.sizes[:1] * program.replicas
   dice = _Dice([program.seed, 4])
   parts = tuple(
@@ -379,7 +374,7 @@ def vectorized(program: Program) -> Program:
     else (kind, dtype)
     for kind, dtype in program.parts
   )
-  return program._replace(is_vectorized=True, sizes=sizes, parts=parts)
+  return program._replace(is_virtual=True, sizes=sizes, parts=parts)
 
 
 class Model(tf.keras.Model):
@@ -526,8 +521,8 @@ def train(
   Workers pass their strategy, and a folder that all workers can read; each
   worker returns the state of its own replica.
   """
-  if program.is_vectorized:
-    strategy = VectorizedStrategy(REPLICAS, split_batches=True)
+  if program.is_virtual:
+    strategy = testbed.virtual(REPLICAS)
   strategy = strategy or testbed.mirrored()
   with (
     tempfile.TemporaryDirectory() as own_folder,
@@ -601,7 +596,7 @@ def _train_by_fit(
       steps_per_execution=program.steps if several else 1,
     )
   # The dataset repeats without end, so that replicas need not check for data.
-  batches = dataset.batch(2 * REPLICAS).repeat()
+  batches = dataset.batch(2 * REPLICAS, program.is_virtual).repeat()
   model.fit(batches, steps_per_epoch=program.steps, shuffle=False, verbose=0)
 
 

@@ -26,7 +26,6 @@ from tests.support import fit_outcome, testbed
 from tests.support import replica_state_cases as cases
 from tf_cross_shard import (
   CrossShardOptimizer,
-  VectorizedStrategy,
   callbacks,
   replica_state,
 )
@@ -92,9 +91,7 @@ def _terminate() -> None:
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
   "groups": testbed.mirrored,
-  "vectorized groups": lambda: VectorizedStrategy(
-    testbed.REPLICAS, split_batches=True
-  ),
+  "virtual groups": lambda: testbed.virtual(testbed.REPLICAS),
 }
 
 
@@ -114,7 +111,7 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
   with strategy.scope():
     model = _model(GROUPS if is_grouped else None, library, **options)
-  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
+  data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8, True)
   if "ragged" in kind:  # of three batches, and of one
     history = model.fit(data, epochs=EPOCHS, verbose=0, callbacks=listed)
   else:
@@ -131,7 +128,7 @@ def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
   ("kind", "at_end", "within"),
   [
     ("groups", 4, 2),
-    ("vectorized groups", 4, 2),
+    ("virtual groups", 4, 2),
     ("tf_keras", 4, 2),
     ("tf_keras, executions", 4, 2),
     ("tf_keras, plain", 4, 2),

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import VectorizedStrategy, keras3
+from tf_cross_shard import keras3
 
 
 def _make(
@@ -166,13 +166,13 @@ def test_tables() -> None:
 @pytest.mark.parametrize("lazy_rows", [False, True])
 def test_tables_in_one_program(lazy_rows: bool) -> None:
   """All rows change, and `lazy_rows` is no remedy."""
-  with VectorizedStrategy(2, split_batches=True).scope():
+  with testbed.virtual(2).scope():
     layer = keras.layers.Embedding(10_000, 100)
     layer.build((None, 2))
     optimizer = keras3.CrossShardOptimizer("adam", lazy_rows=lazy_rows)
     optimizer.build(layer.trainable_variables)
   described = optimizer.describe().to_dict()
-  assert described["sums"].endswith("in one program")
+  assert described["sums"].endswith("in one XLA program")
   assert not described["notes"]
   reasons = list(_reasons(optimizer).values())
   assert len(reasons) == lazy_rows

@@ -97,16 +97,12 @@ def test_each_group_trains_with_its_own_setting(
 
 
 @training.in_both
-@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("virtual", [False, True])
 def test_assigned_numbers_are_those_of_the_next_step(
-  which: str, vectorized: bool, tmp_path: pathlib.Path
+  which: str, virtual: bool, tmp_path: pathlib.Path
 ) -> None:
   """To and from 0, too; the step is traced once."""
-  strategy = (
-    VectorizedStrategy(4, split_batches=True)
-    if vectorized
-    else testbed.mirrored()
-  )
+  strategy = testbed.virtual(4) if virtual else testbed.mirrored()
   before = {"momentum": [0.5, 0.0], "clipvalue": [0.0, 2.0]}
   after = {"momentum": [0.0, 0.75], "clipvalue": [1.0, 0.0]}
 
@@ -277,7 +273,7 @@ def _check_in_one_program(
   dtype: str = "float32",
 ) -> None:
   """Compares groups of one replica with plain Keras, with its `own` numbers."""
-  strategy = VectorizedStrategy(2, split_batches=True)
+  strategy = VectorizedStrategy(2)
   values = {name: value.astype(dtype) for name, value in VALUES.items()}
   grads = [rows[:, :2].astype(dtype) for rows in GRADS]
   grads[1][0] = 0  # A norm of 0, which limits of 0 would divide by.

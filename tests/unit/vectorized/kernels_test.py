@@ -61,7 +61,7 @@ def test_as_the_kernel_on_each_replica(name: str, in_branch: bool) -> None:
       given[argument] = True if is_flag else number(argument)
     operation(**given)
 
-  strategy = VectorizedStrategy(N, split_batches=True)
+  strategy = VectorizedStrategy(N)
   with strategy.scope():
     variables = {n: tf.Variable(value) for n, value in initial.items()}
 

@@ -79,7 +79,7 @@ def _mixtures(case: Case) -> Iterator[tuple[bool, ...]]:
 
 
 def _check(cases: dict[str, Case], jit: bool = False) -> None:
-  strategy = VectorizedStrategy(N, split_batches=False)
+  strategy = VectorizedStrategy(N)
   all_stacked = [
     testbed.per_replica(strategy, [_of_model(x, i) for i in range(N)])
     for case in cases.values()

@@ -1,16 +1,12 @@
 """Variables of all replicas, on the host and in wrappers of Keras."""
 
 import pathlib
-from typing import Any
 
-import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
 
 from tests.support import training
 from tf_cross_shard import VectorizedStrategy
-from tf_cross_shard.virtual_tpu import VirtualTPUStrategy
 
 needs_tf_keras = pytest.mark.skipif(
   "tf_keras" not in training.KERASES, reason="it is not installed"
@@ -19,22 +15,22 @@ needs_tf_keras = pytest.mark.skipif(
 
 @pytest.fixture
 def strategy() -> VectorizedStrategy:
-  return VectorizedStrategy(2, split_batches=True)
+  return VectorizedStrategy(2)
 
 
-def test_the_synchronization_that_auto_stands_for(
-  strategy: VectorizedStrategy,
+def test_a_checkpoint_restores_all_models(
+  strategy: VectorizedStrategy, tmp_path: pathlib.Path
 ) -> None:
-  """AUTO means ON_WRITE for data-parallel replicas, as in MirroredStrategy."""
-  kinds = tf.VariableSynchronization
-  for replicas, expected in (
-    (strategy, kinds.ON_WRITE),
-    (VectorizedStrategy(2), kinds.AUTO),
-  ):
-    with replicas.scope():
-      assert tf.Variable(1.0).synchronization == expected
-      read = tf.Variable(1.0, synchronization=kinds.ON_READ)
-      assert read.synchronization == kinds.ON_READ
+  with strategy.scope():
+    weight = tf.Variable(1.0)
+  checkpoint = tf.train.Checkpoint(weight=weight)
+  path = checkpoint.write(str(tmp_path / "checkpoint"))
+  weight.assign(2.0)
+  checkpoint.read(path).assert_consumed()
+  assert [float(x) for x in strategy.experimental_local_results(weight)] == [
+    1,
+    1,
+  ]
 
 
 @needs_tf_keras
@@ -99,73 +95,3 @@ def test_the_host_assigns_in_mixed_precision_of_tf_keras(
       return tf.identity(layer.kernel)
 
   assert step().numpy().tolist() == [[3.0]]
-
-
-def _results_of_batches(home: Any, strategy: Any, jit_compile: bool) -> Any:
-  """Trains and evaluates a model of tf_keras on batches."""
-  draw = np.random.default_rng(0)
-  x = draw.normal(size=[16, 2]).astype("float32")
-  y = (x.sum(1, keepdims=True) + draw.normal(size=[16, 1]) > 0).astype("int32")
-  with strategy.scope():
-    model = home.Sequential(
-      [home.layers.Dense(1, "sigmoid", kernel_initializer="ones")]
-    )
-    metrics = [home.metrics.AUC(num_thresholds=5), home.metrics.Precision()]
-    model.compile("sgd", "mse", metrics=metrics, jit_compile=jit_compile)
-  batches = [
-    model.train_on_batch(x, y),
-    model.train_on_batch(x[:8], y[:8], reset_metrics=False),
-    model.test_on_batch(x, y),
-  ]
-  if not isinstance(strategy, VirtualTPUStrategy):
-    batches.append(model.test_on_batch(x[:7], y[:7]))
-  return batches
-
-
-@needs_tf_keras
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("kind", ["vectorized", "virtual TPU"])
-def test_tf_keras_reports_metrics_of_all_replicas(
-  kind: str, jit_compile: bool, strategy: VectorizedStrategy
-) -> None:
-  """tf_keras computes the results of a batch's metrics in each replica."""
-  home, _ = training.KERASES["tf_keras"]
-  replicas = strategy if kind == "vectorized" else VirtualTPUStrategy(2)
-  found = _results_of_batches(home, replicas, jit_compile)
-  expected = _results_of_batches(home, tf.distribute.get_strategy(), False)
-  np.testing.assert_allclose(found, expected[: len(found)], rtol=1e-5)
-
-
-def _result_in_replicas(strategy: VectorizedStrategy, **kwargs: Any) -> Any:
-  """Returns what replicas read of a variable whose copies are 1 and 2."""
-  with strategy.scope():
-    metric = tf.Variable(
-      0.0, synchronization=tf.VariableSynchronization.ON_READ, **kwargs
-    )
-
-  def step() -> tf.Tensor:
-    context = tf.distribute.get_replica_context()
-    metric.assign(1.0 + tf.cast(context.replica_id_in_sync_group, tf.float32))
-    with distribute_lib.variable_sync_on_read_context():
-      return 10.0 * metric
-
-  result = strategy.run(step)
-  return [float(x) for x in strategy.experimental_local_results(result)]
-
-
-@pytest.mark.parametrize(
-  ("aggregation", "expected"),
-  [
-    ("SUM", [30.0]),
-    ("MEAN", [15.0]),
-    ("ONLY_FIRST_REPLICA", [10.0, 10.0]),
-    ("NONE", [10.0, 20.0]),
-  ],
-)
-def test_replicas_that_ask_read_the_value_of_all(
-  aggregation: str, expected: list[float], strategy: VectorizedStrategy
-) -> None:
-  kind = getattr(tf.VariableAggregation, aggregation)
-  assert _result_in_replicas(strategy, aggregation=kind) == expected
-  models = VectorizedStrategy(2)
-  assert _result_in_replicas(models, aggregation=kind) == [10.0, 20.0]

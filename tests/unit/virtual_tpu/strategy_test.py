@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed
+from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer, virtual_tpu
 
 N = 3
@@ -332,6 +332,13 @@ class TestCollectives:
         assert result.numpy().view(np.uint8).tolist() == expected, name
     assert _results(columns) == [np.hstack(values["int64"]).tolist()] * N
 
+  @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+  def test_all_to_all(self, dtype: str) -> None:
+    sent = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 1 << 20]], dtype)
+    all_to_all = _strategy().extended.all_to_all
+    received = _run(lambda x: all_to_all(x, [[0, 1, 2]]), _values(list(sent)))
+    np.testing.assert_array_equal(_results(received), sent.T)
+
   def test_merge_call(self) -> None:
     with _strategy().scope():
       variable = tf.Variable(1.0)
@@ -402,6 +409,77 @@ class TestReduceAndGather:
       _run(lambda x: _strategy().reduce("SUM", x, axis=None), _marks())
 
 
+class TestDatasets:
+  def test_batches_are_split(self) -> None:
+    """Also those in dictionaries, and with None in them."""
+    data = tf.data.Dataset.range(12).batch(6, drop_remainder=True)
+    data = data.map(lambda x: ({"x": x, "pairs": tf.stack([x, -x], 1)}, None))
+    distribute = _strategy().experimental_distribute_dataset
+    [(first, nothing), (last, _)] = distribute(data)
+    assert _results(first["x"]) == [[0, 1], [2, 3], [4, 5]]
+    assert _results(last["pairs"])[0] == [[6, -6], [7, -7]]
+    assert nothing is None
+
+  def test_from_a_function(self) -> None:
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+      size = context.get_per_replica_batch_size(6)
+      return tf.data.Dataset.range(12).batch(size, drop_remainder=True)
+
+    data = _strategy().distribute_datasets_from_function(make)
+    elements = list(map(_results, data))
+    assert elements[1] == [[6, 7], [8, 9], [10, 11]]
+
+  @pytest.mark.parametrize(
+    ("data", "words"),
+    [
+      (tf.data.Dataset.range(12).batch(7, True), r"\(7,\), which 3 replicas"),
+      (tf.data.Dataset.range(12).batch(6), r"\(None,\), but batches of a TPU"),
+      (tf.data.Dataset.range(3), r"\(\), which 3 replicas"),
+    ],
+  )
+  def test_what_replicas_cannot_share(self, data: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{words}.*drop_remainder=True"):
+      _strategy().experimental_distribute_dataset(data)
+
+  def test_what_is_not_dense_or_of_no_known_shape(self) -> None:
+    ragged = tf.ragged.constant([[1], [2, 3], [4]])
+    data = tf.data.Dataset.from_tensors({"x": ragged})
+    with pytest.raises(ValueError, match=r"'x' is a RaggedTensorSpec"):
+      _strategy().experimental_distribute_dataset(data)
+    unknown = tf.data.Dataset.range(12).batch(2)
+    with pytest.raises(ValueError, match=r"drop_remainder=True"):
+      _strategy().distribute_datasets_from_function(lambda _: unknown)
+
+
+@training.in_both
+@pytest.mark.parametrize("size", [7, 10])
+def test_batches_that_do_not_divide(which: str, size: int) -> None:
+  """With 7, the last batch is smaller; with 10, none can be shared."""
+  home, _ = training.KERASES[which]
+  x, y = np.ones([10, 5], "f"), np.ones([10, 1], "f")
+  with _strategy().scope():
+    model = home.Sequential([home.Input((5,)), home.layers.Dense(1)])
+    model.compile("sgd", "mse")
+  before = model.get_weights()
+  data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+  acts: list[Callable[[], Any]] = [
+    lambda: model.fit(x, y, batch_size=size, verbose=0),
+    lambda: model.fit(data, verbose=0),
+    lambda: model.evaluate(x, y, batch_size=size, verbose=0),
+    lambda: model.predict(x, batch_size=size, verbose=0),
+    lambda: _strategy().experimental_distribute_dataset(data),
+  ]
+  if which == "tf_keras":  # In Keras 3, each replica has the whole batch.
+    acts += [
+      lambda: model.train_on_batch(x[:size], y[:size]),
+      lambda: model.test_on_batch(x[:size], y[:size]),
+    ]
+  for act in acts:
+    with pytest.raises(ValueError, match=r"drop_remainder=True"):
+      act()
+  np.testing.assert_equal(model.get_weights(), before)
+
+
 @pytest.mark.parametrize(
   ("fn", "words"),
   [
@@ -470,6 +548,41 @@ class TestKeras:
       weight.value, lambda copy, value: copy.assign(value), args=(average,)
     )
     assert testbed.copies(weight) == MARKS
+
+  @pytest.mark.parametrize("jit_compile", [False, True])
+  def test_metrics_of_batches_in_tf_keras(self, jit_compile: bool) -> None:
+    """tf_keras computes the results of a batch's metrics in each replica."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=[12, 2]).astype("f")
+    y = x.sum(1, keepdims=True) + draw.normal(size=[12, 1]) > 0
+
+    def train(strategy: Any, jit_compile: bool) -> Any:
+      with strategy.scope():
+        model = tf_keras.Sequential(
+          [tf_keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")]
+        )
+        kinds = tf_keras.metrics
+        metrics = [kinds.AUC(num_thresholds=5), kinds.Precision()]
+        model.compile("sgd", "mse", metrics=metrics, jit_compile=jit_compile)
+      batches = [
+        model.train_on_batch(x, y),
+        model.train_on_batch(x[:6], y[:6], reset_metrics=False),
+        model.test_on_batch(x, y),
+      ]
+      history = model.fit(x, y, batch_size=6, shuffle=False, verbose=0).history
+      return [*np.ravel(batches), *np.ravel([*history.values()])]
+
+    found = train(_strategy(), jit_compile)
+    plain = train(tf.distribute.get_strategy(), False)
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
+
+  def test_what_auto_stands_for(self) -> None:
+    """As in MirroredStrategy."""
+    kinds = tf.VariableSynchronization
+    with _strategy().scope():
+      assert tf.Variable(1.0).synchronization == kinds.ON_WRITE
+      read = tf.Variable(1.0, synchronization=kinds.ON_READ)
+      assert read.synchronization == kinds.ON_READ
 
   def test_variables_that_tf_keras_casts(self) -> None:
     policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")

@@ -169,7 +169,7 @@ class Checks:
       return (
         "`group_assignment` must have groups of one under VectorizedStrategy:"
         f" its replicas are models; got {groups.to_lists()}. For replicas that"
-        " share a model, pass split_batches=True to VectorizedStrategy."
+        " share a model, use local_strategy or VirtualTPUStrategy."
       )
     # Each host of a TPU runs its own program, but they share one strategy.
     program = single_program.of_strategy(strategy)

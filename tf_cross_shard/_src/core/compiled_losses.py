@@ -138,9 +138,7 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
       raise ValueError(
         "`jit_compile` must be False in compile under"
         f" {type(strategy).__name__}: XLA cannot compile the sum over its"
-        " replicas. Leave it out, or use tf_cross_shard.VectorizedStrategy("
-        f"{strategy.num_replicas_in_sync}, split_batches=True), whose replicas"
-        " XLA compiles as one program."
+        " replicas. Leave it out."
       )
     prepare[package](self)
     if type(self).compute_loss is not compute_loss:
@@ -157,7 +155,7 @@ def _scope_of(model: Any) -> contextlib.AbstractContextManager[Any]:
   """
   here = tf.distribute.get_strategy()
   strategy: Any = getattr(model, "distribute_strategy", here)
-  if strategy is here or not single_program.is_vectorized(strategy):
+  if strategy is here or not single_program.are_models(strategy):
     return contextlib.nullcontext()
   return strategy.scope()
 

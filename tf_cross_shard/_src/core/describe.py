@@ -157,7 +157,7 @@ def _methods(
     in_function=True,
   )
   # Accumulated gradients are dense.
-  is_sparse = pipeline.keeps_rows and pipeline.calls_per_step == 1
+  is_sparse = pipeline.tables.keeps_rows and pipeline.calls_per_step == 1
   is_sparse &= not pipeline.tables.clips_to_dense(variables)
   are_sparse = [False] * len(weights)
   are_sparse += [is_sparse and pipeline.tables.is_embedding(v) for v in tables]
@@ -203,10 +203,7 @@ def _not_in_force(
       f"it is for {groups.num_replicas} replicas, and a step raises an error",
     )
   if settings.shard_update and pipeline.update.sharding is None:
-    reason = f"{alone}, so nothing is divided"
-    if engine.is_single_program and groups.group_size > 1:
-      reason = "one program updates the rows of all replicas together"
-    yield "shard_update", reason
+    yield "shard_update", f"{alone}, so nothing is divided"
   if wire_dtype := settings.wire_dtype:
     dtypes = [tf.as_dtype(row.dtype) for row in rows]
     if groups.group_size == 1:

@@ -116,7 +116,7 @@ class CrossShardOptimizer(facade.Facade):
       group_assignment: The groups of replicas, of shape `[num_groups,
         group_size]` and dtype int32: lists, an array, a constant tensor or
         `Groups`. None for one group of all replicas or, under a
-        VectorizedStrategy whose replicas are models, a group for each model.
+        VectorizedStrategy, a group for each model.
       loss_averaged_over: `"replica"` if the loss is averaged over the examples
         of one replica, `"global"` if it is averaged over the examples of all
         replicas. None chooses by the method that you call: `"replica"` for
@@ -279,7 +279,7 @@ class CrossShardOptimizer(facade.Facade):
     """The groups of replicas.
 
     Without `group_assignment`, all replicas form one group or, under a
-    VectorizedStrategy whose replicas are models, each model is a group.
+    VectorizedStrategy, each model is a group.
     """
     return self._pipeline.engine.groups
 

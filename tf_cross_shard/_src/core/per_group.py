@@ -32,9 +32,8 @@ class PerGroup(tf.__internal__.tracking.Trackable):
 
   The numbers are variables that each step reads: `rates.assign([0.1, 0.2])`
   takes effect in the next step, and nothing is traced again. They are saved
-  together with the optimizer. Under a `VectorizedStrategy` whose replicas are
-  models, a plain Keras optimizer can have a PerGroup, too: each model is a
-  group.
+  together with the optimizer. Under a `VectorizedStrategy`, a plain Keras
+  optimizer can have a PerGroup, too: each model is a group.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, schedules

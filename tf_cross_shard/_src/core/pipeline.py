@@ -169,7 +169,7 @@ class GradientPipeline:
     clip(f * g).
     """
     grads = call.grads
-    if not self.keeps_rows:
+    if not self.tables.keeps_rows:
       grads = list(map(row_sparse.to_dense, grads, call.variables))
     factor = self.convention.for_gradients()
     if factor != 1:
@@ -189,19 +189,6 @@ class GradientPipeline:
         clipped,
       )
     return clipped
-
-  @property
-  def keeps_rows(self) -> bool:
-    """Whether row-sparse gradients are summed as they are.
-
-    With `shard_update`, they are dense unless tables are updated by rows.
-    """
-    is_sharded = (
-      self.settings.shard_update and self.engine.groups.group_size > 1
-    )
-    return self.tables.keeps_rows and not (
-      is_sharded and self.engine.is_single_program
-    )
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""

@@ -1,11 +1,10 @@
 """What the core asks of a strategy whose replicas run one program.
 
-    strategy                                    replicas         are models
-    ───────────────────────────────────────────────────────────────────────
-    TPUStrategy                                 compiled by XLA  no
-    VirtualTPUStrategy                          compiled by XLA  no
-    VectorizedStrategy(n, split_batches=True)   vectorized       no
-    VectorizedStrategy(n)                       vectorized       yes
+    strategy              replicas
+    ───────────────────────────────────────────────────
+    TPUStrategy           data-parallel, compiled by XLA
+    VirtualTPUStrategy    data-parallel, compiled by XLA
+    VectorizedStrategy    models
 
 Replicas that are models exchange nothing, and `num_replicas_in_sync` is 1.
 """
@@ -21,8 +20,7 @@ class SingleProgram(abc.ABC):
   """The one program that all replicas of a strategy run."""
 
   num_copies: int  # Of each variable.
-  are_models = False  # Whether each replica is a model of its own.
-  is_vectorized = True  # On one device. Otherwise, XLA compiles all programs.
+  are_models = False  # If not, XLA compiles all programs.
 
   @abc.abstractmethod
   def cross_replica_sum(
@@ -59,8 +57,6 @@ class SingleProgramStrategy(Protocol):
 
 class TPUProgram(SingleProgram):
   """The program of TPUStrategy, which TensorFlow compiles for TPUs."""
-
-  is_vectorized = False
 
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     self.num_copies = int(strategy.num_replicas_in_sync)
@@ -100,12 +96,6 @@ def are_models(strategy: tf.distribute.Strategy) -> bool:
   """Returns whether each replica of a strategy is a model of its own."""
   program = of_strategy(strategy)
   return program is not None and program.are_models
-
-
-def is_vectorized(strategy: tf.distribute.Strategy) -> bool:
-  """Returns whether the replicas are one vectorized program on one device."""
-  program = of_strategy(strategy)
-  return program is not None and program.is_vectorized
 
 
 def num_copies(strategy: tf.distribute.Strategy) -> int:

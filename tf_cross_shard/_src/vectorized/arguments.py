@@ -48,27 +48,12 @@ class ReplicaValues(values.PerReplica):
   def _split(self) -> tuple[Any, ...]:
     if self.layout == Layout.SHARED:
       return (self.tensor,) * self.count
-    # A data-parallel step that runs once has one value.
-    count = self.tensor.shape[0]
-    if count is not None:
-      return tuple(tf.unstack(self.tensor, count))
-    last = tf.shape(self.tensor)[0] - 1
-    return tuple(self.tensor[tf.minimum(i, last)] for i in range(self.count))
+    return tuple(tf.unstack(self.tensor, self.count))
 
   @property
   def _type_spec(self) -> tf.TypeSpec:
     spec = tf.type_spec_from_value(self.tensor)
     return ReplicaValuesSpec(spec, self.count, self.layout)
-
-
-class CombinedValue(ReplicaValues):
-  """A value that all replicas have, because they have combined it.
-
-  It is a tensor in the results of `strategy.run`, as under MirroredStrategy.
-  """
-
-  def __init__(self, tensor: Any, count: int) -> None:
-    super().__init__(tensor, count, Layout.SHARED)
 
 
 def per_replica(values: Any) -> Any:
@@ -289,8 +274,7 @@ def pack_results(structure: Any, outputs: Sequence[ReplicaValues]) -> Any:
     if leaf is None:
       return None
     if isinstance(leaf, tf.Tensor):
-      value = next(remaining)
-      return value.tensor if isinstance(value, CombinedValue) else value
+      return next(remaining)
     # A composite tensor: one for each replica.
     parts = [
       next(remaining).values

@@ -32,24 +32,10 @@ from tf_cross_shard._src.vectorized.vectorizer import (
 _raw: Final = tf.raw_ops
 
 
-def _numbers(call: Call) -> tf.Tensor:
-  """Returns the numbers of the models that take part in the program."""
-  members = call.pfor.conversion.members
-  count = vectorizer.num_models(call)
-  return tf.range(count) if members is None else tf.constant(members)
-
-
-def _entries(call: Call, handle: tf.Tensor, dtype: Any) -> tf.Tensor:
-  """Returns each model's value of a variable."""
-  stack = _raw.ReadVariableOp(resource=handle, dtype=dtype)
-  members = call.pfor.conversion.members
-  return stack if members is None else tf.gather(stack, members)
-
-
 def values_of(call: Call, i: int = 0) -> tf.Tensor:
   """Returns the value that each model reads of the variable of handle i."""
   dtype = call.op.get_attr("dtype" if "dtype" in call.op.node_def.attr else "T")
-  values = _entries(call, call.input(i)[0], tf.as_dtype(dtype))
+  values = _raw.ReadVariableOp(resource=call.input(i)[0], dtype=dtype)
   source = call.pfor.source
   return values if source is None else tf.gather(values, source)
 
@@ -77,7 +63,7 @@ def _is_initialized(call: Call) -> Any:
 
 @converts("XlaReplicaId")
 def _number(call: Call) -> Any:
-  numbers = _numbers(call)
+  numbers = tf.range(vectorizer.num_models(call))
   if call.pfor.source is not None:
     numbers = tf.gather(numbers, call.pfor.source)
   return [wrap(tf.cast(numbers, call.op.outputs[0].dtype), True)]
@@ -105,12 +91,10 @@ def _gather_nd(call: Call) -> Any:
   return [wrap(tf.gather_nd(values_of(call), indices, batch_dims=1), True)]
 
 
-# For each kind of assignment: the operation on the stack, the operation on some
-# entries, and what a model that does not take part adds.
 _ASSIGN: Final = {
-  "": (_raw.AssignVariableOp, _raw.ResourceScatterUpdate, None),
-  "Add": (_raw.AssignAddVariableOp, _raw.ResourceScatterAdd, tf.zeros_like),
-  "Sub": (_raw.AssignSubVariableOp, _raw.ResourceScatterSub, tf.zeros_like),
+  "": _raw.AssignVariableOp,
+  "Add": _raw.AssignAddVariableOp,
+  "Sub": _raw.AssignSubVariableOp,
 }
 
 
@@ -118,53 +102,40 @@ def assign_stack(
   call: Call, handle: tf.Tensor, values: tf.Tensor, kind: str = ""
 ) -> tf.Operation:
   """Assigns, adds or subtracts a value for each model that takes part."""
-  whole, part, outside = _ASSIGN[kind]
-  mask, members = call.pfor.mask, call.pfor.conversion.members
-  if mask is not None:
-    other = outside(values) if outside else _entries(call, handle, values.dtype)
-    values = select(mask, values, other)
-  if members is not None:
-    return part(resource=handle, indices=members, updates=values)
-  return whole(resource=handle, value=values)
+  if call.pfor.mask is not None:
+    other = tf.zeros_like(values)
+    if not kind:
+      other = _raw.ReadVariableOp(resource=handle, dtype=values.dtype)
+    values = select(call.pfor.mask, values, other)
+  return _ASSIGN[kind](resource=handle, value=values)
 
 
 def _assigning(kind: str) -> Any:
   """Returns a converter of an assignment."""
-  whole = _ASSIGN[kind][0]
 
   def convert(call: Call) -> Any:
     if not vectorizer.has_stack(call, 0):
-      return _assign_outside(call, whole)
+      return _assign_outside(call, _ASSIGN[kind])
     return assign_stack(call, call.input(0)[0], stacked(call, 1), kind)
 
   return convert
 
 
 def _assign_outside(call: Call, operation: Any) -> Any:
-  """Assigns to a variable that was created outside the scope, once.
-
-  Data-parallel replicas add up what they add. Models would mix their numbers.
-  """
+  """Assigns to a variable that was created outside the scope, once."""
   value, is_stacked, _ = call.input(1)
-  are_models = call.pfor.conversion.are_models
-  if operation is _raw.AssignVariableOp or are_models:
-    if is_stacked:
-      raise ValueError(
-        "Replicas assign different values to a variable that was created"
-        " outside of the strategy's scope, so there is one value for all"
-        " replicas. Create variables, and metrics and optimizers for compile,"
-        " inside `with strategy.scope():`."
-      )
-    if call.pfor.mask is not None:
-      raise vectorizer.cannot_vectorize(
-        f"{call.op_type}, on a variable from outside of the strategy's scope"
-        " and in a conditional that replicas do not share,"
-      )
-  else:  # Every replica adds its own value.
-    value = stacked(call, 1)
-    if call.pfor.mask is not None:
-      value = select(call.pfor.mask, value, tf.zeros_like(value))
-    value = tf.reduce_sum(value, axis=0)
+  if is_stacked:
+    raise ValueError(
+      "Replicas assign different values to a variable that was created outside"
+      " of the strategy's scope, so there is one value for all replicas. Create"
+      " variables, and metrics and optimizers for compile, inside `with"
+      " strategy.scope():`."
+    )
+  if call.pfor.mask is not None:
+    raise vectorizer.cannot_vectorize(
+      f"{call.op_type}, on a variable from outside of the strategy's scope and"
+      " in a conditional that replicas do not share,"
+    )
   return operation(resource=call.input(0)[0], value=value)
 
 
@@ -185,7 +156,7 @@ def _scattering(operation: Any, adds: bool) -> Any:
     if not call.op_type.startswith("ResourceScatterNd"):
       indices = indices[..., tf.newaxis]
     numbers = tf.reshape(
-      tf.cast(_numbers(call), indices.dtype),
+      tf.range(vectorizer.num_models(call), dtype=indices.dtype),
       [-1, *[1] * (indices.shape.rank - 1)],
     )
     numbers = tf.broadcast_to(numbers, tf.shape(indices[..., :1]))
@@ -224,7 +195,7 @@ def _slice_assign(call: Call) -> Any:
   if not vectorizer.has_stack(call, 0):
     raise vectorizer.cannot_vectorize(call.op_type)
   handle, values = call.input(0)[0], stacked(call, 4)
-  before = _entries(call, handle, values.dtype)
+  before = _raw.ReadVariableOp(resource=handle, dtype=values.dtype)
   bounds = call.inputs[1:4]
   if any(x.is_stacked for x in bounds):
     changed = tf.stack(
@@ -269,7 +240,7 @@ def _skip_random_numbers(call: Call) -> Any:
   word of a counter, and a key. TensorFlow counts 256 for each number.
   """
   handle, (delta, _, _) = call.input(0)[0], call.input(2)
-  state = _entries(call, handle, tf.int64)
+  state = _raw.ReadVariableOp(resource=handle, dtype=tf.int64)
   if not vectorizer.has_stack(call, 0) or state.shape[-1] != 3:
     raise vectorizer.cannot_vectorize(call.op_type)
   low, high, key = tf.unstack(tf.bitcast(state, tf.uint64), axis=-1)

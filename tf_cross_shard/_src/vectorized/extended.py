@@ -175,12 +175,9 @@ class ModelsExtended(
     if tf.executing_eagerly():  # TensorFlow's `run` does not get here.
       return self._container_strategy().run(fn, args, kwargs)
     with self._tracing:
-      given = self._arguments(args, kwargs)
+      given = arguments.Arguments(args, kwargs, self.num_copies)
       structure, function = self.trace(fn, given)
       return self._results(function, structure, given)
-
-  def _arguments(self, args: Any, kwargs: Any) -> arguments.Arguments:
-    return arguments.Arguments(args, kwargs, self.num_copies)
 
   def _results(
     self, function: Any, structure: Any, given: arguments.Arguments
@@ -194,28 +191,11 @@ class ModelsExtended(
           f"{other.name} belongs to another VectorizedStrategy object. Create"
           " the strategy once, and the variable inside its scope."
         )
-    outputs = self._outputs(function, given, variables)
-    return arguments.pack_results(structure, outputs)
-
-  def _outputs(
-    self, function: Any, given: arguments.Arguments, variables: dict[int, Any]
-  ) -> Sequence[arguments.ReplicaValues]:
-    """Returns what the program returns on all replicas."""
-    converted = self._vectorize(function, variables, given.stacks)
-    return [self._values(x) for x in converted]
-
-  def _vectorize(
-    self,
-    function: Any,
-    variables: dict[int, Any],
-    inputs: Sequence[tf.Tensor],
-    replicas: Sequence[int] | None = None,
-  ) -> list[Any]:
-    """Adds the program of all replicas to the graph being built."""
     stacks = {key: variable.stack_handle for key, variable in variables.items()}
-    return vectorizer.vectorize(
-      function, self.num_copies, inputs, stacks, self.are_models, replicas
+    outputs = vectorizer.vectorize(
+      function, self.num_copies, given.stacks, stacks
     )
+    return arguments.pack_results(structure, list(map(self._values, outputs)))
 
   def _values(self, converted: Any) -> arguments.ReplicaValues:
     layout = arguments.Layout.SHARED
@@ -386,8 +366,6 @@ class ModelsExtended(
       return _combine_parts(operation, parts, axis)
     if value.layout == arguments.Layout.SHARED:
       return self._combine_shared(operation, value.tensor, axis)
-    if type(value) is not arguments.ReplicaValues:  # Parts of several sizes.
-      return _combine_parts(operation, value.values, axis)
     return _combine_copies(operation, value.tensor, axis)
 
   def _combine_here(self, operation: tf.distribute.ReduceOp, value: Any) -> Any:

@@ -156,10 +156,8 @@ def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
           shape = [-1, *[1] * (gradient.shape.rank - 1)]
           values[name] = tf.reshape(given.t, shape)
     rate, program = _RATES.get(call.op_type), call.pfor
-    is_whole = (
-      program.mask is program.source is program.conversion.members is None
-      and not flags.get("update_slots")
-    )
+    is_whole = program.mask is None and program.source is None
+    is_whole = is_whole and not flags.get("update_slots")
     if rate and is_whole and of_models <= {rate}:
       if of_models:
         values[grad], values[rate] = (

@@ -16,8 +16,6 @@ SAME: Final = "_same_on_all_replicas"
 # The attribute of an identity operation that returns the value of another
 # replica: for each replica, the number of that replica.
 TAKEN_FROM: Final = "_taken_from_replica"
-# The name scope in which replicas combine what they read of a variable.
-AGGREGATED_READ: Final = "AggregatedRead"
 _MARK: Final = "tf_cross_shard_replica_program"
 
 

@@ -15,7 +15,6 @@ from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.vectorized import (
-  data_parallel,
   extended,
   replica_context,
   vectorizer,
@@ -28,59 +27,16 @@ class NestedRunError(RuntimeError):
   ag_pass_through = True  # AutoGraph would replace the class of this error.
 
 
-class VectorizedStrategy(tf.distribute.Strategy):
-  """Trains n models on one device, as one vectorized program.
+class OneProgramStrategy(tf.distribute.Strategy):
+  """Runs all replicas as one vectorized program."""
 
-  Use it for ensembles, cross validation and hyperparameter searches on one CPU
-  or GPU. Write the program of one model, and create it inside the scope: each
-  replica is the program of one device, with its own copy of every variable. All
-  models receive the whole batch. Every loss, metric, layer and optimizer of
-  Keras gives each model the numbers of a `fit` of its own, up to rounding.
+  _extended_class = extended.ModelsExtended
 
-  >>> import numpy as np
-  >>> import tensorflow as tf
-  >>> from tf_cross_shard import VectorizedStrategy, schedules
-  >>> strategy = VectorizedStrategy(2)
-  >>> with strategy.scope():
-  ...   model = tf.keras.Sequential([tf.keras.Input((1,))])
-  ...   model.add(tf.keras.layers.Dense(1, kernel_initializer="zeros"))
-  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([0.5, 0.25]))
-  ...   model.compile(sgd, "mse")
-  >>> x = np.ones([4, 1], "float32")
-  >>> _ = model.fit(x, x, epochs=1, verbose=0)
-  >>> kernel = model.trainable_variables[0]
-  >>> kernels = strategy.experimental_local_results(kernel.value)
-  >>> [float(copy[0, 0]) for copy in kernels]
-  [1.0, 0.5]
-
-  The copies of a variable are stored as one tensor with a first axis: 16 small
-  networks need 16 times the arithmetic of one network, but not 16 times the
-  operations.
-
-  - `num_replicas_in_sync` is 1: no gradient is aggregated over models. A
-    collective in a replica, such as `all_reduce`, returns its input.
-  - `replica_id_in_sync_group` of the replica context is the model's number.
-  - To give models different data, use `per_replica`; different initial weights,
-    `replica_state.initialize`; different settings, `schedules.PerGroup`,
-    `group_settings` and `per_group`.
-  - If you read a variable outside of `run`, you get model 0's copy, or the mean
-    over the models if the variable is aggregated on reading, as metrics are. An
-    assignment outside of `run` sets all copies.
-    `experimental_local_results(variable)` returns every model's copy.
-
-  Operations that TensorFlow cannot vectorize run once for each replica, with
-  the same numbers; a line in the log, at level INFO of absl, names them.
-  """
-
-  def __init__(self, num_replicas: int, *, split_batches: bool = False) -> None:
+  def __init__(self, num_replicas: int) -> None:
     """Creates the strategy.
 
     Args:
-      num_replicas: The number of models.
-      split_batches: If True, the replicas are not models, but data-parallel
-        replicas of one model, as under MirroredStrategy: they share each batch,
-        exchange gradients, and `num_replicas_in_sync` is their number. Use it
-        to try programs for several devices and for TPUs.
+      num_replicas: The number of replicas.
 
     Raises:
       ValueError: If `num_replicas` is not a positive integer.
@@ -90,11 +46,7 @@ class VectorizedStrategy(tf.distribute.Strategy):
       "num_replicas", num_replicas, "Pass, for example, 8."
     )
     vectorizer.check_version()
-    kind = self._data_parallel_class if split_batches else self._models_class
-    super().__init__(kind(self, num_replicas))
-
-  _models_class = extended.ModelsExtended
-  _data_parallel_class = data_parallel.DataParallelExtended
+    super().__init__(self._extended_class(self, num_replicas))
 
   @property
   def single_program(self) -> single_program.SingleProgram:
@@ -162,3 +114,48 @@ class VectorizedStrategy(tf.distribute.Strategy):
     return tf.nest.map_structure(
       lambda x: self.extended.combine(operation, x, axis), value
     )
+
+
+class VectorizedStrategy(OneProgramStrategy):
+  """Trains n models on one device, as one vectorized program.
+
+  Use it for ensembles, cross validation and hyperparameter searches on one CPU
+  or GPU. Write the program of one model, and create it inside the scope: each
+  replica is the program of one device, with its own copy of every variable. All
+  models receive the whole batch. Every loss, metric, layer and optimizer of
+  Keras gives each model the numbers of a `fit` of its own, up to rounding.
+
+  >>> import numpy as np
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import VectorizedStrategy, schedules
+  >>> strategy = VectorizedStrategy(2)
+  >>> with strategy.scope():
+  ...   model = tf.keras.Sequential([tf.keras.Input((1,))])
+  ...   model.add(tf.keras.layers.Dense(1, kernel_initializer="zeros"))
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([0.5, 0.25]))
+  ...   model.compile(sgd, "mse")
+  >>> x = np.ones([4, 1], "float32")
+  >>> _ = model.fit(x, x, epochs=1, verbose=0)
+  >>> kernel = model.trainable_variables[0]
+  >>> kernels = strategy.experimental_local_results(kernel.value)
+  >>> [float(copy[0, 0]) for copy in kernels]
+  [1.0, 0.5]
+
+  The copies of a variable are stored as one tensor with a first axis: 16 small
+  networks need 16 times the arithmetic of one network, but not 16 times the
+  operations.
+
+  - `num_replicas_in_sync` is 1: no gradient is aggregated over models. A
+    collective in a replica, such as `all_reduce`, returns its input.
+  - `replica_id_in_sync_group` of the replica context is the model's number.
+  - To give models different data, use `per_replica`; different initial weights,
+    `replica_state.initialize`; different settings, `schedules.PerGroup`,
+    `group_settings` and `per_group`.
+  - If you read a variable outside of `run`, you get model 0's copy, or the mean
+    over the models if the variable is aggregated on reading, as metrics are. An
+    assignment outside of `run` sets all copies.
+    `experimental_local_results(variable)` returns every model's copy.
+
+  Operations that TensorFlow cannot vectorize run once for each replica, with
+  the same numbers; a line in the log, at level INFO of absl, names them.
+  """

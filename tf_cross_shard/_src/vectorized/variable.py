@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import record
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
@@ -62,8 +61,6 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     # combined when replicas assign them.
     self._on_read = self.aggregation if on_read else _Aggregation.NONE
     self._on_assign = _Aggregation.NONE if on_read else self.aggregation
-    # How copies are combined when replicas ask for the value of all replicas.
-    self._on_sync = _Aggregation.NONE if are_models else self._on_read
     if are_models:  # No model aggregates; the host reads what one model has.
       self._on_assign = _Aggregation.NONE
       if self._on_read == _Aggregation.SUM:
@@ -130,15 +127,6 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Whether the host reads the sum of all copies, as of metrics."""
     return self._on_read == _Aggregation.SUM
 
-  @property
-  def may_change_on_one(self) -> bool:
-    """Whether the host reads the same if only replica 0 changes its copy.
-
-    This holds for metrics, whose sum the host reads, and for counters of calls.
-    """
-    is_counter = self.aggregation == _Aggregation.ONLY_FIRST_REPLICA
-    return self.is_summed_on_reading or is_counter
-
   def read_stack(self) -> tf.Tensor:
     """Returns the copies of all replicas, of shape `[N, ...]`."""
     stack = _read(self.stack_handle, self._dtype)
@@ -158,8 +146,7 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
 
   def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
     if _in_replica():
-      value = super()._read_variable_op(no_copy)
-      return self._aggregate_read(value)
+      return super()._read_variable_op(no_copy)
     resource_variable_ops.variable_accessed(self)
     with record.stop_recording():
       value = self._read_on_host()
@@ -276,31 +263,14 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return context.all_reduce(self._on_assign.name, value)
 
   def _combines(self) -> bool:
-    """Returns whether assigning here combines the values of all replicas."""
-    return self._on_assign != _Aggregation.NONE and _in_traced_context()
+    """Returns whether assigning here combines the values of all replicas.
 
-  def _aggregate_read(self, value: tf.Tensor) -> tf.Tensor:
-    """Combines what replicas read, if the reader asks for that.
-
-    tf_keras asks for it when it computes the result of a metric in a replica.
+    In a merge call, and while a replica is isolated, each value is assigned as
+    it is: the replica context is another one.
     """
-    asks = distribute_lib.in_variable_sync_on_read_context()
-    if self._on_sync == _Aggregation.NONE or not asks:
-      return value
-    if not _in_traced_context():
-      return value
-    if self._on_sync == _Aggregation.ONLY_FIRST_REPLICA:
-      return replica_context.taken_from(value, [0] * self._count)
-    context = tf.distribute.get_replica_context()
-    return context.aggregate_read(self._on_sync.name, value)
-
-
-def _in_traced_context() -> bool:
-  # In a merge call, and while a replica is isolated, the replica context is
-  # another one: each value is read and assigned as it is.
-  return isinstance(
-    tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
-  )
+    return self._on_assign != _Aggregation.NONE and isinstance(
+      tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
+    )
 
 
 class _Saveable(saveable_object_util.ResourceVariableSaveable):

@@ -8,24 +8,23 @@ other tensor gets a first axis with an entry for each model: it is stacked.
 
 pfor asks a converter for each operation. This package adds converters for what
 pfor does not know or converts wrongly: see `control_flow`, `converters`,
-`lists`, `operations`, `convolutions`, `kernels` and `exchanges`.
+`lists`, `operations`, `convolutions` and `kernels`.
 """
 # ruff: noqa: SLF001  # pfor is private.
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops import (
   handle_data_util,
   list_ops,
   resource_variable_ops,
 )
 
-from tf_cross_shard._src.vectorized import private_pfor, replica_context
+from tf_cross_shard._src.vectorized import private_pfor
 
 pfor: Final = private_pfor.load()
 
@@ -36,8 +35,6 @@ Converter = Callable[[Call], Any]
 # More models than these run in a loop where an operation cannot be converted;
 # fewer get an operation each, which is faster.
 _MOST_UNROLLED: Final = 64
-# Operations through which replicas exchange values.
-_EXCHANGES: Final = {"XlaAllReduce", "XlaReduceScatter"}
 _registry: Final[dict[str, Converter]] = pfor._pfor_converter_registry
 # pfor's own converters of the operations that this package converts.
 _BY_PFOR: Final[dict[str, Converter]] = {}
@@ -48,21 +45,15 @@ class Conversion(pfor.PForConfig):  # type: ignore[name-defined]
   """What the rewriters of one program share.
 
   Attributes:
-    count: The number of models that take part.
-    are_models: Whether they are models, and not replicas of one model.
-    members: The numbers of the models that take part; None for all.
+    count: The number of models.
     looped: How often an operation of each type runs once for each model.
     of_branches: The lists that the branches of a conditional return, by the id
       of the tensor that stands for them.
   """
 
-  def __init__(
-    self, count: int, are_models: bool, members: Sequence[int] | None
-  ) -> None:
+  def __init__(self, count: int) -> None:
     super().__init__()
-    self.are_models = are_models
-    self.count = count if members is None else len(members)
-    self.members = members
+    self.count = count
     self.looped: collections.Counter[str] = collections.Counter()
     self.of_branches: dict[int, list[Wrapped]] = {}
 
@@ -141,8 +132,6 @@ def vectorize(
   count: int,
   inputs: Sequence[tf.Tensor],
   stacks: dict[int, Any],
-  are_models: bool,
-  replicas: Sequence[int] | None = None,
 ) -> list[Wrapped]:
   """Adds a model's program, for all models, to the graph being built.
 
@@ -152,8 +141,6 @@ def vectorize(
     inputs: For each input of the program, a tensor with a first axis.
     stacks: Maps the id of a variable's handle in the program to the handle of
       the variable's stack.
-    are_models: Whether they are models, and not replicas of one model.
-    replicas: The numbers of the models that run the program; None for all.
 
   Returns:
     The outputs of the program.
@@ -161,9 +148,9 @@ def vectorize(
   Raises:
     NotImplementedError: If TensorFlow cannot vectorize an operation.
   """
-  conversion = Conversion(count, are_models, replicas)
+  conversion = Conversion(count)
   loop_var = tf.compat.v1.placeholder_with_default(0, shape=[])
-  outer = Rewriter(loop_var, conversion.count, [], True, pfor_config=conversion)
+  outer = Rewriter(loop_var, count, [], True, pfor_config=conversion)
   graph = tf.compat.v1.get_default_graph()
   captured = [
     wrap(graph.capture(stacks.get(id(tensor), tensor)), False)
@@ -236,64 +223,6 @@ def inline(
   for operation in graph.control_outputs:
     inner._convert_helper((*operation.outputs, operation)[0])
   return outputs
-
-
-def only_changes(function: Any, handles: Collection[int]) -> bool:
-  """Returns whether a program changes no variables but these.
-
-  Args:
-    function: The program, a concrete function.
-    handles: Ids of variables' handles.
-
-  Programs whose replicas exchange values are never found to be such, unless
-  they only read the combined value of a variable.
-  """
-  graph = function.graph
-  for kind, name in (*_operations(graph), *_operations_of_calls(graph)):
-    if kind in _EXCHANGES and replica_context.AGGREGATED_READ not in name:
-      return False
-  read_only = auto_control_deps_utils.get_read_only_resource_input_indices_graph
-  kept = {id(graph.inputs[i]) for i in read_only(graph)}
-  return all(
-    id(outside) in handles or id(inside) in kept
-    for outside, inside in graph.captures
-    if outside.dtype == tf.resource
-  )
-
-
-def reads_combined_values(function: Any) -> list[bool]:
-  """Returns whether each output depends on the combined value of a variable.
-
-  An output that depends on a call counts if any call combines values.
-  """
-  graph, scope = function.graph, replica_context.AGGREGATED_READ
-  in_calls = any(scope in name for _, name in _operations_of_calls(graph))
-  if not in_calls and not any(scope in name for _, name in _operations(graph)):
-    return [False] * len(function.outputs)
-
-  def depends(output: tf.Tensor) -> bool:
-    waiting, seen = [output.op], set()
-    while waiting:
-      operation = waiting.pop()
-      if scope in operation.name or (in_calls and "Call" in operation.type):
-        return True
-      if operation not in seen:
-        seen.add(operation)
-        waiting += [x.op for x in operation.inputs]
-    return False
-
-  return list(map(depends, function.outputs))
-
-
-def _operations(graph: Any) -> list[tuple[str, str]]:
-  """Returns the types and names of the operations of a graph."""
-  return [(op.type, op.name) for op in graph.get_operations()]
-
-
-def _operations_of_calls(graph: Any) -> list[tuple[str, str]]:
-  """Returns the types and names of the operations of called functions."""
-  library = graph.as_graph_def().library.function
-  return [(x.op, x.name) for body in library for x in body.node_def]
 
 
 def cannot_vectorize(operation: str) -> NotImplementedError:
@@ -474,14 +403,3 @@ def source_of(rewriter: Rewriter, mask: Any) -> tf.Tensor:
   """Returns each model's number, or that of the first model in the mask."""
   first = tf.argmax(mask, output_type=tf.int32)
   return tf.where(mask, tf.range(rewriter.conversion.count), first)
-
-
-def with_count(x: Wrapped, count: int) -> tf.Tensor:
-  """Returns an output of `vectorize` with `count` entries.
-
-  An output that is shared, or that has one entry, is repeated.
-  """
-  entries = x.t if x.is_stacked else x.t[tf.newaxis]
-  return tf.broadcast_to(
-    entries, tf.concat([[count], tf.shape(entries)[1:]], axis=0)
-  )

@@ -14,7 +14,7 @@ import numpy as np
 from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.compiler.xla.service import hlo_pb2
 
-from tf_cross_shard._src.vectorized import exchanges
+from tf_cross_shard._src.virtual_tpu import exchanges
 
 _COLLECTIVE: Final = re.compile(r"(ragged-)?all-|collective-|reduce-scatter")
 

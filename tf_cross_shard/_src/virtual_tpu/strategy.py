@@ -1,4 +1,4 @@
-"""A VectorizedStrategy that refuses what a TPU cannot run."""
+"""Data-parallel replicas as one program, which a TPU could run."""
 
 import contextlib
 import contextvars
@@ -7,63 +7,20 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.vectorized import arguments, data_parallel
+from tf_cross_shard._src.vectorized import arguments
 from tf_cross_shard._src.vectorized import strategy as strategy_lib
-from tf_cross_shard._src.virtual_tpu import lowering
+from tf_cross_shard._src.virtual_tpu import data_parallel, lowering
 
 # The programs that `run` traces for `compile_for`; None otherwise.
 _recorded: Final = contextvars.ContextVar[Any]("programs", default=None)
 
 
-class VirtualTPUStrategy(strategy_lib.VectorizedStrategy):
-  """Trains on `num_replicas` virtual TPU replicas on this machine's CPU.
-
-  Use it like `tf.distribute.TPUStrategy`. The function that you pass to `run`
-  is lowered to the XLA program that a TPU would run, so what a TPU refuses is
-  refused here. Then all replicas run as one vectorized program.
-
-  >>> import tensorflow as tf
-  >>> from tf_cross_shard import virtual_tpu
-  >>> strategy = virtual_tpu.VirtualTPUStrategy(num_replicas=2)
-  >>> with strategy.scope():
-  ...   weight = tf.Variable(0.0)
-  >>> def step(x):
-  ...   context = tf.distribute.get_replica_context()
-  ...   return weight.assign_add(context.all_reduce("SUM", x))
-  >>> values = strategy.experimental_distribute_values_from_function(
-  ...   lambda context: tf.constant(1.0 + context.replica_id_in_sync_group)
-  ... )
-  >>> result = strategy.run(step, args=(values,))  # 1 + 2
-  >>> [float(x) for x in strategy.experimental_local_results(result)]
-  [3.0, 3.0]
-  >>> float(weight.numpy())
-  3.0
-
-  Where an argument has a dimension that is not known when the function is
-  traced, the function is not lowered: a TPU would compile it for each size.
-  """
-
-  def __init__(self, num_replicas: int = 8) -> None:
-    """Creates the strategy.
-
-    Args:
-      num_replicas: The number of replicas, 8 by default.
-
-    Raises:
-      ValueError: If `num_replicas` is not a positive integer.
-    """
-    super().__init__(num_replicas, split_batches=True)
-
-  @property
-  def _data_parallel_class(self) -> "type[VirtualTPUExtended]":  # type: ignore[override]
-    return VirtualTPUExtended
-
-
 class VirtualTPUExtended(data_parallel.DataParallelExtended):
-  """The methods that TensorFlow and Keras call on a strategy."""
+  """Lowers each program before it runs."""
 
   _for_xla = True
-  is_vectorized = False
+  # Keras asks a TPUStrategy for these.
+  num_hosts = steps_per_run = 1
 
   def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
     super().__init__(strategy, num_copies)
@@ -86,6 +43,58 @@ class VirtualTPUExtended(data_parallel.DataParallelExtended):
     if program.has_known_shapes:
       program.lower()
     return super()._results(function, structure, given)
+
+
+class TPUStrategyByName:
+  """Makes Keras treat a strategy as a TPUStrategy, by the name of a base class.
+
+  tf_keras then aggregates metrics when replicas write them, as on TPUs.
+  """
+
+
+class VirtualTPUStrategy(strategy_lib.OneProgramStrategy, TPUStrategyByName):
+  """Trains one model on n data-parallel replicas, as one program on one device.
+
+  Use it like `tf.distribute.TPUStrategy`: the replicas share each batch and
+  exchange gradients. The function that you pass to `run` is lowered to the XLA
+  program that a TPU would run, so what a TPU refuses is refused here. Then all
+  replicas run as one vectorized program on this machine.
+
+  >>> import tensorflow as tf
+  >>> from tf_cross_shard import virtual_tpu
+  >>> strategy = virtual_tpu.VirtualTPUStrategy(num_replicas=2)
+  >>> with strategy.scope():
+  ...   weight = tf.Variable(0.0)
+  >>> def step(x):
+  ...   context = tf.distribute.get_replica_context()
+  ...   return weight.assign_add(context.all_reduce("SUM", x))
+  >>> values = strategy.experimental_distribute_values_from_function(
+  ...   lambda context: tf.constant(1.0 + context.replica_id_in_sync_group)
+  ... )
+  >>> result = strategy.run(step, args=(values,))  # 1 + 2
+  >>> [float(x) for x in strategy.experimental_local_results(result)]
+  [3.0, 3.0]
+  >>> float(weight.numpy())
+  3.0
+
+  Where an argument has a dimension that is not known when the function is
+  traced, the function is not lowered: a TPU would compile it for each size. The
+  batches of a dataset must have one known size that the number of replicas
+  divides: use `drop_remainder=True`.
+  """
+
+  _extended_class = VirtualTPUExtended
+
+  def __init__(self, num_replicas: int = 8) -> None:
+    """Creates the strategy.
+
+    Args:
+      num_replicas: The number of replicas, 8 by default.
+
+    Raises:
+      ValueError: If `num_replicas` is not a positive integer.
+    """
+    super().__init__(num_replicas)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import tf_keras
 from tests.support import fake_engine, testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
-  VectorizedStrategy,
   virtual_tpu,
 )
 from tf_cross_shard import groups as groups_lib
@@ -256,20 +255,6 @@ def test_the_tpu_compiler_sends_half(wire_dtype: str | None, size: int) -> None:
   report = virtual_tpu.compile_for("v5e:4x2", replica_step, strategy=strategy)
   assert len(report.collectives) == 1
   assert report.wire_bytes == size * 650
-
-
-@pytest.mark.parametrize("shard_update", [False, True])
-def test_vectorized_replicas_add_in_float32(shard_update: bool) -> None:
-  strategy = VectorizedStrategy(4, split_batches=True)
-  [weight], optimizer = training.build(
-    *("keras", lambda _: _sgd()(), {"weight": np.zeros(3, "f4")}, strategy),
-    group_assignment=NEIGHBOURS,
-    wire_dtype="bfloat16",
-    shard_update=shard_update,
-  )
-  training.train([weight], optimizer, [GRADS[np.newaxis]], None, strategy)
-  sums = -np.array(testbed.copies(weight))
-  np.testing.assert_array_equal(sums, _rounded_sums("bfloat16"))
 
 
 def test_wire_dtype_on_the_virtual_tpu() -> None:

@@ -231,37 +231,15 @@ def test_dtypes_that_tpus_do_not_sum() -> None:
     engine.all_reduce_sum([tf.zeros([2], tf.int64)])
 
 
-def test_rows_are_gathered_by_vectorized_replicas() -> None:
-  pairs = groups.Groups([[0, 2], [1, 3]])
-  assert not reduce.for_strategy(testbed.virtual(4), pairs).supports_sparse
-  strategy = VectorizedStrategy(4, split_batches=True)
-  engine = reduce.for_strategy(strategy, pairs)
-  assert engine.supports_sparse
-
-  @tf.function(autograph=False)
-  def gather() -> Any:
-    def rows() -> tf.Tensor:
-      return engine.all_gather([tf.fill([2, 1], testbed.mark())])[0]
-
-    return strategy.run(rows)
-
-  found = testbed.per_replica_results(strategy, gather())
-  for index, rows in enumerate(found):
-    first = 2.0 ** (index % 2)
-    assert rows == [[first], [first], [4 * first], [4 * first]]
-
-
 def test_what_a_strategy_is() -> None:
   """What the package asks of a strategy: its program, and its copies."""
-  for strategy, is_one, are_models, is_vectorized, copies in (
-    (testbed.virtual(2), True, False, False, 2),
-    (VectorizedStrategy(3), True, True, True, 3),
-    (VectorizedStrategy(3, split_batches=True), True, False, True, 3),
-    (testbed.mirrored(), False, False, False, testbed.REPLICAS),
-    (tf.distribute.get_strategy(), False, False, False, 1),
+  for strategy, is_one, are_models, copies in (
+    (testbed.virtual(2), True, False, 2),
+    (VectorizedStrategy(3), True, True, 3),
+    (testbed.mirrored(), False, False, testbed.REPLICAS),
+    (tf.distribute.get_strategy(), False, False, 1),
   ):
     program = single_program.of_strategy(strategy)
     assert (program is not None) == is_one
     assert single_program.are_models(strategy) == are_models
-    assert single_program.is_vectorized(strategy) == is_vectorized
     assert single_program.num_copies(strategy) == copies

@@ -13,8 +13,6 @@
     MultiWorkerMirrored        MultiWorker  CollectiveReduceV2
     TPUStrategy                OneProgram   CrossReplicaSum(group_assignment)
     VirtualTPUStrategy         OneProgram   its program's `cross_replica_sum`
-    VectorizedStrategy, split  OneProgram   its program's `cross_replica_sum`
-      batches
     VectorizedStrategy         Models       nothing to do
     any other                  NotImplementedError
 

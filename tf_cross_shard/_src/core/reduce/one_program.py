@@ -1,4 +1,4 @@
-"""The engines of replicas that run one program: TPUs, and vectorized replicas.
+"""The engines of replicas that run one program: TPUs, and models.
 
 all-reduce       CrossReplicaSum(tensor, group_assignment)
 reduce-scatter   XlaReduceScatter(row, group_assignment)
@@ -15,7 +15,6 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine, isolation
 
@@ -52,24 +51,13 @@ class _InOneProgram(engine.Engine):
 
 
 class OneProgram(_InOneProgram):
-  """Collectives within groups of the replicas of one program."""
+  """Collectives within groups of the replicas of one XLA program."""
 
-  def __init__(
-    self,
-    strategy: tf.distribute.Strategy,
-    groups: groups_lib.Groups,
-    program: single_program.SingleProgram,
-  ) -> None:
-    super().__init__(strategy, groups, program)
-    self.is_compiled = not program.is_vectorized
-    # On TPUs, as in their own optimizers: the rows of all replicas would often
-    # be more than those of the table. Replicas on one device send nothing.
-    self.supports_sparse = program.is_vectorized
-    self.method = (
-      "add_n of the replicas' rows, in one program"
-      if program.is_vectorized
-      else "CrossReplicaSum, in one XLA program"
-    )
+  is_compiled = True
+  # As in the TPU's own optimizers: the rows of all replicas would often be more
+  # than those of the table.
+  supports_sparse = False
+  method = "CrossReplicaSum, in one XLA program"
 
   def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for tensor in tensors:
@@ -90,7 +78,7 @@ class OneProgram(_InOneProgram):
     if row.dtype not in (tf.bfloat16, tf.float16, tf.float32):
       return super().reduce_scatter(row)  # XlaReduceScatter has no float64.
     return gen_xla_ops.xla_reduce_scatter(
-      input=self._widened(row),
+      input=row,
       group_assignment=_in_order(self.groups),
       scatter_dimension=0,
       reduce_op="Add",
@@ -106,29 +94,19 @@ class OneProgram(_InOneProgram):
     repeated = tf.concat([tensor] * self.groups.group_size, axis=0)
     return self._program.all_to_all(repeated, _in_order(self.groups))
 
-  def all_reduce_accumulate_f32(
-    self, tensors: Sequence[tf.Tensor]
-  ) -> list[tf.Tensor]:
-    return self.all_reduce_sum(list(map(self._widened, tensors)))
-
-  def _widened(self, tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor in the dtype in which this engine adds it."""
-    # Replicas on one device send nothing, so that a wider sum costs nothing.
-    is_wide = self.is_compiled or tensor.dtype not in compression.WIRE_DTYPES
-    return tensor if is_wide else tf.cast(tensor, tf.float32)
-
   def broadcast_from_first(self, variables: Iterable[Variable]) -> None:
     """Gives all members of a group the values of its first member."""
-    # Vectorized members may round the same numbers differently: the last ones
-    # of a tensor fill no vector of the processor.
-    if self.groups.group_size == 1 or self.is_compiled:
+    # Members on a virtual TPU may round the same numbers differently: the last
+    # ones of a tensor fill no vector of the processor.
+    if self.groups.group_size == 1:
       return
     assignment = _in_order(self.groups)
     with self.isolate():
       for variable in map(variables_lib.native, variables):
-        if variable.dtype.is_floating:
-          value = tf.convert_to_tensor(variable)
-          variable.assign(self._program.first_of_group(value, assignment))
+        value = tf.convert_to_tensor(variable)
+        first = self._program.first_of_group(value, assignment)
+        if variable.dtype.is_floating and first is not value:
+          variable.assign(first)
 
   # The TPU compiler merges small sums; packing would copy gradients twice.
   @property

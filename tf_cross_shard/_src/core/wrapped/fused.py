@@ -164,7 +164,7 @@ def plan(
   kernel = find_kernel(optimizer)
   if kernel is None:
     return Plan(reason=why_no_kernel(optimizer), fallback=fallback)
-  is_stack = single_program.is_vectorized(keras_private.strategy(optimizer))
+  is_stack = single_program.are_models(keras_private.strategy(optimizer))
   return Plan(kernel, "", in_function, is_stack, sums_rows=bool(wanted))
 
 
@@ -180,7 +180,7 @@ def updating(
   optimizer's own `update_step`, which does them if `row_step` is None.
   """
   overridden: dict[str, Any] = {}
-  if single_program.is_vectorized(keras_private.strategy(optimizer)):
+  if single_program.are_models(keras_private.strategy(optimizer)):
     overridden = keras_private.with_static_shapes(optimizer)
   if is_compiled(optimizer):
     return overriding.overriding(optimizer, **overridden)

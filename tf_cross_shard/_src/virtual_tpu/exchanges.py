@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-from tf_cross_shard._src.vectorized import replica_context, vectorizer
+from tf_cross_shard._src.vectorized import replica_context
 from tf_cross_shard._src.vectorized.vectorizer import (
   Call,
   converts,
@@ -86,14 +86,6 @@ class DataParallelContext(replica_context.TracedReplicaContext):
     if tf.get_static_value(tensor) is not None:
       return tensor
     return gather(tensor, self._all, 1)[0]
-
-  def aggregate_read(self, operation: str, value: tf.Tensor) -> tf.Tensor:
-    """Returns the sum or mean of what all replicas read of a variable."""
-    with tf.name_scope(f"{replica_context.AGGREGATED_READ}{operation}"):
-      total = self.all_reduce(operation, value)
-      # If replica 0 runs alone, the converter finds the variable by `value`.
-      combined, _ = tf.raw_ops.IdentityN(input=[total, value])
-    return combined
 
   @property
   def _all(self) -> list[list[int]]:
@@ -171,8 +163,6 @@ class _Groups:
 def _all_reduce(call: Call) -> Any:
   if ALL_TO_ALL in call.op.name:
     return _all_to_all(call)
-  if call.pfor.conversion.members is not None:  # See `_aggregated_read`.
-    return [call.input(0)]
   groups, (value, is_stacked, _) = _Groups(call), call.input(0)
   if not is_stacked:
     return [wrap(value * tf.cast(groups.size, value.dtype), False)]
@@ -182,25 +172,6 @@ def _all_reduce(call: Call) -> Any:
   if len(groups.assignment) == 1:
     return [wrap(sums[0], False)]
   return [wrap(tf.gather(sums, groups.group_of), True)]
-
-
-@converts("IdentityN", forced=False)
-def _aggregated_read(call: Call) -> Any:
-  """Returns what `aggregate_read` does, also if replica 0 runs alone."""
-  name, members = call.op.name, call.pfor.conversion.members
-  if replica_context.AGGREGATED_READ not in name or members is None:
-    return vectorizer.convert_by_pfor(call)
-  read = call.op.inputs[1].op
-  while read.type == "Identity":
-    read = read.inputs[0].op
-  handle = call.pfor._convert_helper(read.inputs[0]).t  # noqa: SLF001
-  with tf.control_dependencies([call.input(1).t]):
-    stack = tf.raw_ops.ReadVariableOp(
-      resource=handle, dtype=read.get_attr("dtype")
-    )
-  is_mean = f"{replica_context.AGGREGATED_READ}MEAN" in name
-  combine = tf.reduce_mean if is_mean else tf.reduce_sum
-  return [wrap(combine(stack, axis=0), False), call.input(1)]
 
 
 @converts("XlaReduceScatter")
