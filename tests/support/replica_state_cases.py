@@ -147,8 +147,10 @@ def spread(variable: Any, arrays: Sequence[Any]) -> None:
   """Gives each replica of this process its own value of a variable."""
   value = getattr(variable, "value", variable)
   value = variable if callable(value) else value
-  strategy = value.distribute_strategy
-  locals_ = strategy.experimental_local_results(value)
+  if hasattr(value, "set_copies"):  # One stack of all copies.
+    value.set_copies(arrays)
+    return
+  locals_ = value.distribute_strategy.experimental_local_results(value)
   assert len(locals_) == len(arrays)
   for copy, array in zip(locals_, arrays, strict=True):
     copy.assign(array)

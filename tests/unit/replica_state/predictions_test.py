@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import callback_cases as cases
-from tests.support import testbed, training
+from tests.support import replica_state_cases, testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
@@ -31,12 +31,7 @@ def _spread(model: Any, count: int) -> None:
   for i, variable in enumerate(model.trainable_variables):
     rng = np.random.default_rng(i)
     values = rng.normal(size=(count, *variable.shape)).astype("float32")
-    native = getattr(variable, "value", variable)
-    native = variable if callable(native) else native
-    strategy = native.distribute_strategy
-    copies = strategy.experimental_local_results(native)
-    for copy, value in zip(copies, values, strict=True):
-      copy.assign(value)
+    replica_state_cases.spread(variable, values)
 
 
 @training.in_both
@@ -109,7 +104,7 @@ def test_models_that_keras_cannot_clone(said: list[str]) -> None:
     model(X)
     optimizer = tf.keras.optimizers.SGD()
   kernel = model.layer.kernel.value
-  kernel.values[1].assign_add(tf.ones_like(kernel))
+  replica_state_cases.spread(kernel, [np.ones([3, 2]), np.full([3, 2], 2.0)])
   found = replica_state.predict(model, X, optimizer)
   sums = np.repeat(X.sum(1, keepdims=True), 2, axis=1)
   np.testing.assert_allclose(found, [sums, 2 * sums], rtol=1e-5)

@@ -13,7 +13,7 @@ import optuna
 import pytest
 import tensorflow as tf
 
-from tests.support import testbed
+from tests.support import replica_state_cases, testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
@@ -207,9 +207,8 @@ def test_groups_begin_as_they_were() -> None:
   search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
   model = grouped(search, VectorizedStrategy(2))
   [kernel, *_] = model.trainable_variables
-  kernel = getattr(kernel, "value", kernel)
-  for i, copy in enumerate(kernel.values):
-    copy.assign(copy.numpy() * (1 + i))
+  start = kernel.numpy()
+  replica_state_cases.spread(kernel, [start * (1 + i) for i in range(2)])
   run(search, model)
   first, second, third, fourth = map(values_of, study.trials)
   assert first == third != second == fourth

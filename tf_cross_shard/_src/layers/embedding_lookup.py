@@ -31,7 +31,7 @@ def embedding_lookup(table: Any, ids: Any) -> tf.Tensor:
     `ids.shape + table.shape[1:]`.
   """
   native = variables.native(table)
-  if isinstance(native, tf.Variable) and not (
+  if isinstance(native, tf.distribute.DistributedValues) and not (
     tf.distribute.in_cross_replica_context()
   ):
     # TensorFlow reads rows only of a plain variable, not of a distributed one.

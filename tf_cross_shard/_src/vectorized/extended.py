@@ -304,25 +304,13 @@ class ModelsExtended(
   def _update(
     self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool
   ) -> Any:
-    """Calls `fn` on a variable.
-
-    On the host, `fn` is called for each copy if its arguments differ between
-    replicas, and once for the whole variable otherwise.
-    """
-    if not replica_context.in_replica_program():
-      given = tf.nest.flatten((args, kwargs or {}))
-      if any(_differs(leaf) for leaf in given):
-        results = []
-        for i, copy in enumerate(self._local_results(var)):
-          of_model = [
-            self._local_results(x)[i] if _differs(x) else x for x in given
-          ]
-          own_args, own_kwargs = tf.nest.pack_sequence_as(
-            (args, kwargs or {}), of_model
-          )
-          results.append(fn(copy, *own_args, **own_kwargs))
-        return tuple(results)
-    return _call(fn, (var, *args), kwargs, group)
+    """Calls `fn` on a variable: in all replicas, if its arguments differ."""
+    given = tf.nest.flatten((args, kwargs or {}))
+    if replica_context.in_replica_program() or not any(map(_differs, given)):
+      return _call(fn, (var, *args), kwargs, group)
+    run = self._container_strategy().run
+    # An eager `run` would pass the variables to a tf.function.
+    return tf.function(lambda: run(fn, (var, *args), kwargs), autograph=False)()
 
   _replica_ctx_update = _update
 

@@ -154,7 +154,8 @@ class VectorizedStrategy(OneProgramStrategy):
   - If you read a variable outside of `run`, you get model 0's copy, or the mean
     over the models if the variable is aggregated on reading, as metrics are. An
     assignment outside of `run` sets all copies.
-    `experimental_local_results(variable)` returns every model's copy.
+    `experimental_local_results(variable)` returns every model's copy, as
+    tensors.
 
   Operations that TensorFlow cannot vectorize run once for each replica, with
   the same numbers; a line in the log, at level INFO of absl, names them.

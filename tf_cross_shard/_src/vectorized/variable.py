@@ -14,12 +14,12 @@ sets all copies.
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import record, tape
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object_util
@@ -118,9 +118,9 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return self._distribute_strategy
 
   @property
-  def values(self) -> "tuple[RowView, ...]":
-    """Each replica's copy, to read and assign on the host."""
-    return tuple(RowView(self, i) for i in range(self._count))
+  def values(self) -> tuple[tf.Tensor, ...]:
+    """Each replica's copy."""
+    return tuple(tf.unstack(self.read_stack()))
 
   @property
   def is_summed_on_reading(self) -> bool:
@@ -327,117 +327,9 @@ for _name in dir(resource_variable_ops.ResourceVariable):
     _override(_name)
 
 
-class RowView:
-  """One replica's copy of a variable, which the host can read and assign."""
-
-  def __init__(self, variable: StackedVariable, replica: int) -> None:
-    self._variable = variable
-    self._replica = replica
-    self.trainable: bool = variable.trainable
-    self.dtype: tf.DType = variable.dtype
-    self.shape: tf.TensorShape = variable.shape
-    self.device: str = variable.device
-    self.name = f"{variable.name}/replica_{replica}"
-
-  @property
-  def handle(self) -> Any:
-    """The handle of the variable, which a tape records when it reads a copy."""
-    return self._variable.handle
-
-  def ref(self) -> Any:
-    """Returns a reference to the variable.
-
-    A custom gradient that is traced on the host, as Keras does to find out the
-    shape of an output, asks the copies that it has read for it.
-    """
-    return self._variable.ref()
-
-  def read_value(self) -> tf.Tensor:
-    """Returns the value of this copy."""
-    return self._variable.read_stack()[self._replica]
-
-  value = read_value
-
-  def numpy(self) -> np.ndarray:
-    """Returns the value of this copy as an array."""
-    return self.read_value().numpy()
-
-  def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
-    """Returns the rows of this copy with these indices."""
-    indices = tf.convert_to_tensor(indices)
-    replica = tf.fill(tf.shape(indices), tf.cast(self._replica, indices.dtype))
-    return tf.raw_ops.ResourceGatherNd(
-      resource=self._variable.stack_handle,
-      indices=tf.stack([replica, indices], axis=-1),
-      dtype=self.dtype,
-      name=name,
-    )
-
-  def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
-    """Returns slices of this copy."""
-    return tf.gather_nd(self.read_value(), indices, name=name)
-
-  def assign(self, value: Any) -> "RowView":
-    """Sets this copy; the copies of other replicas do not change."""
-    return self._scatter(tf.raw_ops.ResourceScatterUpdate, value)
-
-  def assign_add(self, delta: Any) -> "RowView":
-    """Adds a value to this copy."""
-    return self._scatter(tf.raw_ops.ResourceScatterAdd, delta)
-
-  def assign_sub(self, delta: Any) -> "RowView":
-    """Subtracts a value from this copy."""
-    return self._scatter(tf.raw_ops.ResourceScatterSub, delta)
-
-  def _scatter(self, operation: Any, value: Any) -> "RowView":
-    value = tf.convert_to_tensor(value, self.dtype)
-    value = tf.ensure_shape(value, self.shape, name="assign")
-    operation(
-      resource=self._variable.stack_handle,
-      indices=[self._replica],
-      updates=value[tf.newaxis],
-    )
-    return self
-
-  def __float__(self) -> float:
-    return float(self.numpy())
-
-  def __int__(self) -> int:
-    return int(self.numpy())
-
-  def __bool__(self) -> bool:
-    return bool(self.numpy())
-
-  def __getitem__(self, index: Any) -> tf.Tensor:
-    return self.read_value()[index]
-
-  def __len__(self) -> int:
-    return len(self.read_value())
-
-  def __iter__(self) -> Iterator[tf.Tensor]:
-    return iter(self.read_value())
-
-  def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-    del copy  # The array is always new.
-    return np.array(self.numpy(), dtype)
-
-  def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-    return tf.convert_to_tensor(
-      self.read_value(), dtype or self.dtype, name=name
-    )
-
-  def __repr__(self) -> str:
-    return f"<RowView {self.name}, numpy={self.numpy()}>"
-
-
-def _operator(name: str) -> Any:
-  def operate(copy: RowView, *others: Any) -> Any:
-    return getattr(copy.read_value(), name)(*others)
-
-  operate.__name__ = name
-  return operate
-
-
-# A copy computes as a tensor does.
-for _name in tf.Tensor.OVERLOADABLE_OPERATORS - vars(RowView).keys():
-  setattr(RowView, _name, _operator(_name))
+# In a strategy's scope, a tape watches what `experimental_local_results`
+# returns. Tensors have no handle: it watches the variable itself instead.
+_watched = tape._variables_override  # noqa: SLF001
+tape._variables_override = lambda variable: (  # noqa: SLF001
+  [variable] if isinstance(variable, StackedVariable) else _watched(variable)
+)

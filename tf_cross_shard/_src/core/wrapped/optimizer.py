@@ -113,8 +113,11 @@ class WrappedOptimizer(abc.ABC):
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
       for slot, variable in zip(slots, variables, strict=False):
-        natives = map(variables_lib.native, (slot, variable))
-        for copy, weight in zip(*map(copies, natives), strict=True):
+        into, weights = map(variables_lib.native, (slot, variable))
+        if hasattr(into, "set_copies"):  # One stack of all copies.
+          into.set_copies(weights.whole_copies())
+          continue
+        for copy, weight in zip(copies(into), copies(weights), strict=True):
           copy.assign(weight)
 
   @property
