@@ -1,6 +1,5 @@
 """The real TPU compiler, on steps of both forms, and its report."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -103,18 +102,3 @@ class TestCompileFor:
     fails(r"`args` must have known shapes", args=unknown)
     kind = virtual_tpu.TPUCompileError
     fails("strings, files.*AsString", tf.strings.as_string, kind=kind)
-
-
-def test_table_without_collectives_and_of_many_shapes() -> None:
-  """docs/virtual_tpu.md shows a complete table, which pages_test.py tests."""
-
-  def table(*collectives: virtual_tpu.Collective) -> str:
-    numbers = {f.name: 0 for f in dataclasses.fields(virtual_tpu.Report)}
-    return str(virtual_tpu.Report(**{**numbers, "collectives": collectives}))
-
-  assert "No collective: replicas exchange nothing." in table()
-  shapes = ((1,), (2,), (2,), (3,), (4,))
-  wide = tuple(tuple(range(i, i + 16)) for i in (0, 16))
-  text = table(virtual_tpu.Collective("all-reduce", "f32", shapes, 48, wide))
-  assert "2 x [2], 1 x [1], 2 more" in text
-  assert "2 of 16: [0, 1, ...], ..." in text

@@ -3,7 +3,6 @@
 step --trace--> program --lower--> XLA module --libtpu--> Report
 """
 
-import collections
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from tf_cross_shard._src.virtual_tpu import strategy as strategy_lib
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """The TPU compiler's report on one step; printing it gives a table.
+  """The TPU compiler's report on one step, which `print` shows in lines.
 
   All bytes and operations are counted per replica.
 
@@ -55,22 +54,20 @@ class Report:
   hlo_text: str = dataclasses.field(repr=False)
 
   def __str__(self) -> str:
-    facts = {
-      "collectives": f"{len(self.collectives)}",
-      "wire bytes": f"{self.wire_bytes:,}",
-      "argument bytes": f"{self.argument_bytes:,}",
-      "output bytes": f"{self.output_bytes:,}",
-      "temporary bytes": f"{self.temp_bytes:,}",
-      "flops": f"{self.flops:,.0f}",
-      "compile seconds": f"{self.compile_seconds:.2f}",
-    }
+    names = ["wire_bytes", "argument_bytes", "output_bytes", "temp_bytes"]
     return "\n".join(
       [
         f"{self.topology}: {self.num_replicas} replicas on {self.device_kind}",
-        "",
-        *_table(self.collectives, self.num_replicas),
-        "",
-        *_align(list(facts.items()), right=1),
+        *(
+          f"{x.kind} of {x.dtype}: {x.bytes:,} bytes in {len(x.shapes)} arrays,"
+          f" within {len(x.groups)} groups of {len(x.groups[0])}"
+          for x in self.collectives
+        ),
+        *(
+          f"{name.replace('_', ' ')}: {getattr(self, name):,.0f}"
+          for name in [*names, "flops"]
+        ),
+        f"compile seconds: {self.compile_seconds:.2f}",
       ]
     )
 
@@ -214,44 +211,3 @@ def _check_size(where: xla.Topology, name: str, count: int) -> None:
       f" replicas; `{name}` has {count} replicas. Choose a topology of {count}"
       f" devices, or create all variables under VirtualTPUStrategy({size})."
     )
-
-
-def _table(
-  collectives: Sequence[hlo.Collective], num_replicas: int
-) -> list[str]:
-  if not collectives:
-    return ["No collective: replicas exchange nothing."]
-  rows = [("collective", "dtype", "bytes", "operands", "groups")]
-  for x in collectives:
-    operands, groups = _operands(x.shapes), _groups(x.groups, num_replicas)
-    rows.append((x.kind, x.dtype, f"{x.bytes:,}", operands, groups))
-  return _align(rows, right=2)
-
-
-def _align(rows: Sequence[Sequence[str]], right: int) -> list[str]:
-  """Aligns column `right` of a table to the right, and others to the left."""
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return [
-    "  ".join(
-      cell.rjust(width) if i == right else cell.ljust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ).rstrip()
-    for row in rows
-  ]
-
-
-def _operands(shapes: Sequence[tuple[int, ...]]) -> str:
-  """Returns the two most common shapes, with the number of their arrays."""
-  counted: Any = collections.Counter(shapes)
-  parts = [f"{n} x {list(shape)}" for shape, n in counted.most_common(2)]
-  more = len(counted) - len(parts)
-  return ", ".join(parts) + (f", {more} more" if more else "")
-
-
-def _groups(groups: Sequence[Sequence[int]], num_replicas: int) -> str:
-  """Returns the number and size of the groups, and the first group."""
-  if len(groups) == 1 and len(groups[0]) == num_replicas:
-    return f"all {num_replicas}"
-  first = list(groups[0])
-  shown = str(first) if len(first) <= 8 else f"[{first[0]}, {first[1]}, ...]"
-  return f"{len(groups)} of {len(first)}: {shown}, ..."

@@ -53,7 +53,7 @@ class Program:
           for v in function.graph.variables
         }
         raise TPUCompileError(
-          "A replica's program uses a resource that is not on the virtual TPU:"
+          "This is not on the virtual TPU:"
           f" {names.get(id(tensor), tensor)}. Create variables inside"
           " `with strategy.scope():`, and read datasets outside `strategy.run`."
         )
@@ -111,11 +111,9 @@ class Program:
         )
       except (tf.errors.OpError, ValueError, TypeError) as error:
         raise TPUCompileError(
-          "The function in `strategy.run` cannot be compiled for a TPU. Move"
-          " what must run on the host (strings, files, tf.print,"
-          " tf.py_function, tf.summary) out of it, and give every tensor a"
-          " shape that is known when the program is compiled. XLA's error:"
-          f" {error}"
+          "A TPU cannot run the function in `strategy.run`. Move strings, files,"
+          " tf.print, tf.py_function and tf.summary out of it, and give tensors"
+          f" a known shape. XLA: {error}"
         ) from error
     return module
 
@@ -137,14 +135,11 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
   if dynamic:
     raise TPUCompileError(
       "Shapes in a TPU program must not depend on data; the shapes of"
-      f" {', '.join(sorted(dynamic)[:3])} do. Replace tf.boolean_mask, tf.where"
-      " with one argument, tf.unique and similar operations by tf.where with"
-      " three arguments, or by weights of 0."
+      f" {', '.join(sorted(dynamic)[:3])} do. Use tf.where with three arguments,"
+      " or weights of 0."
     )
   if module.num_parameters != num_parameters:
     raise TPUCompileError(
-      f"TensorFlow lowered {num_parameters} inputs to"
-      f" {module.num_parameters} parameters. A likely cause: a tensor created"
-      " outside `strategy.run` is used as a shape or axis inside it; pass a"
-      " Python number instead."
+      f"TensorFlow lowered {num_parameters} inputs to {module.num_parameters}"
+      " parameters. Pass shapes and axes into `strategy.run` as Python numbers."
     )
