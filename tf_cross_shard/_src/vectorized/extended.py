@@ -340,37 +340,28 @@ class ModelsExtended(
   def combine(
     self, operation: tf.distribute.ReduceOp, value: Any, axis: Any = None
   ) -> Any:
-    """Returns the sum or mean of the replicas' values.
-
-    If `axis` is given, that dimension is reduced as well. Replicas may have
-    different numbers of elements along it; the mean weighs all elements alike.
-    """
+    """Returns the sum or mean of the replicas' values, also over axes."""
     if replica_context.in_replica_program():  # In a merge call.
       return self._combine_here(operation, value)
-    if not isinstance(value, arguments.ReplicaValues):
-      parts = self._local_results(value)
-      if len(parts) == 1:  # Not per replica: every replica has this value.
-        return self._combine_shared(operation, parts[0], axis)
-      return _combine_parts(operation, parts, axis)
-    if value.layout == arguments.Layout.SHARED:
-      return self._combine_shared(operation, value.tensor, axis)
-    return _combine_copies(operation, value.tensor, axis)
+    parts = list(map(tf.convert_to_tensor, self._local_results(value)))
+    layout = getattr(value, "layout", None)
+    if len(parts) == 1 or layout == arguments.Layout.SHARED:
+      total = parts[0]
+      if axis is not None:
+        total = _mean_or_sum(operation, [total], axis)
+      if operation == tf.distribute.ReduceOp.MEAN:
+        return total
+      return total * tf.cast(self.num_copies, total.dtype)
+    if parts[0].dtype in (tf.bool, tf.string):
+      return parts[0]  # Keras averages a batch only for its shape.
+    if axis is None:
+      return _mean_or_sum(operation, [tf.stack(parts)], 0)
+    return _mean_or_sum(operation, parts, axis)
 
   def _combine_here(self, operation: tf.distribute.ReduceOp, value: Any) -> Any:
     """Combines the replicas' values inside a replica's program."""
     del operation
     return value
-
-  def _combine_shared(
-    self, operation: tf.distribute.ReduceOp, value: Any, axis: Any
-  ) -> Any:
-    """Combines a value that all replicas have."""
-    if axis is not None:
-      value = _combine(operation, [tf.convert_to_tensor(value)], axis)
-    if operation == tf.distribute.ReduceOp.MEAN:
-      return value
-    value = tf.convert_to_tensor(value)
-    return value * tf.cast(self.num_copies, value.dtype)
 
   def _reduce_to(
     self, reduce_op: Any, value: Any, destinations: Any, options: Any
@@ -390,32 +381,10 @@ def _stacked_variable(value: Any) -> variable.StackedVariable | None:
   return native if isinstance(native, variable.StackedVariable) else None
 
 
-def _combine_copies(
-  operation: tf.distribute.ReduceOp, stack: tf.Tensor, axis: Any
-) -> tf.Tensor:
-  """Combines the values of all replicas, and an axis of each value."""
-  if stack.dtype in (tf.bool, tf.string):
-    return stack[0]  # Keras averages a batch only for its shape.
-  axes = [0]
-  if axis is not None:
-    axes += [x + 1 if x >= 0 else x for x in tf.nest.flatten(axis)]
-  return _combine(operation, [stack], axes)
-
-
-def _combine_parts(
-  operation: tf.distribute.ReduceOp, parts: Sequence[Any], axis: Any
-) -> tf.Tensor:
-  """Combines values that may have different sizes along the axis."""
-  tensors = [tf.convert_to_tensor(part) for part in parts]
-  if axis is None:
-    return _combine_copies(operation, tf.stack(tensors), None)
-  return _combine(operation, tensors, axis)
-
-
-def _combine(
+def _mean_or_sum(
   operation: tf.distribute.ReduceOp, values: Sequence[tf.Tensor], axis: Any
 ) -> tf.Tensor:
-  """Returns the sum or mean of all elements along an axis of the values."""
+  """Combines all elements along an axis of values, which may differ in size."""
   total = tf.add_n([tf.reduce_sum(value, axis) for value in values])
   if operation == tf.distribute.ReduceOp.SUM:
     return total

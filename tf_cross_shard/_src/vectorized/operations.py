@@ -171,29 +171,8 @@ def _roll(call: Call) -> Any:
 # pfor's converters fail for some inputs.
 
 
-@converts("ClipByValue", forced=False)
-def _clip(call: Call) -> Any:
-  """Clips between numbers, or between tensors of the shape of the input."""
-  rank = call.op.inputs[0].shape.rank
-  if rank is None:
-    return vectorizer.in_loop(call)
-  value, least, most = (_of_rank(stacked(call, i), rank + 1) for i in range(3))
-  return [wrap(tf.maximum(tf.minimum(value, most), least), True)]
-
-
-def _of_rank(value: tf.Tensor, rank: int) -> tf.Tensor:
-  ones = [1] * (rank - value.shape.rank)
-  shape = tf.shape(value)
-  return tf.reshape(value, tf.concat([shape[:1], ones, shape[1:]], axis=0))
-
-
-@converts("ApproximateEqual", forced=False)
-def _approximately_equal(call: Call) -> Any:
-  """Compares tensors of one shape: TensorFlow does not broadcast them."""
-  result = _raw.ApproximateEqual(
-    x=stacked(call, 0), y=stacked(call, 1), tolerance=call.get_attr("tolerance")
-  )
-  return [wrap(result, True)]
+# Rare ones. tf.clip_by_value is made of two others.
+converts("ApproximateEqual", "ClipByValue", forced=False)(vectorizer.in_loop)
 
 
 @converts("Fill", forced=False)

@@ -111,9 +111,9 @@ class Program:
         )
       except (tf.errors.OpError, ValueError, TypeError) as error:
         raise TPUCompileError(
-          "A TPU cannot run the function in `strategy.run`. Move strings, files,"
-          " tf.print, tf.py_function and tf.summary out of it, and give tensors"
-          f" a known shape. XLA: {error}"
+          "A TPU cannot run the function in `strategy.run`. Move strings,"
+          " files, tf.print, tf.py_function and tf.summary out of it, and give"
+          f" tensors a known shape. XLA: {error}"
         ) from error
     return module
 
@@ -135,8 +135,8 @@ def _check_module(module: hlo.Module, num_parameters: int) -> None:
   if dynamic:
     raise TPUCompileError(
       "Shapes in a TPU program must not depend on data; the shapes of"
-      f" {', '.join(sorted(dynamic)[:3])} do. Use tf.where with three arguments,"
-      " or weights of 0."
+      f" {', '.join(sorted(dynamic)[:3])} do. Use tf.where with three"
+      " arguments, or weights of 0."
     )
   if module.num_parameters != num_parameters:
     raise TPUCompileError(
