@@ -176,12 +176,8 @@ class ReplicaValuesSpec(tf.TypeSpec):
 class Arguments:
   """The arguments of one call of `strategy.run`.
 
-  Leaves that differ between replicas become inputs of the replica's program.
-  All other leaves are the same for all replicas; the program captures them.
-
-  Attributes:
-    stacks: For each input of the program, a tensor with a first axis.
-    shared: The leaves that are the same for all replicas.
+  Leaves that differ between replicas are inputs of the replica's program, each
+  with its stack in `stacks`. The program captures all others: `shared`.
   """
 
   def __init__(self, args: Any, kwargs: Any, count: int) -> None:
@@ -251,10 +247,7 @@ def _stack(parts: Sequence[Any]) -> tf.Tensor:
 
 
 def as_results(results: Any) -> Any:
-  """Converts the results of a replica's function to tensors.
-
-  None and operations become None.
-  """
+  """Converts what a replica returns to tensors; None and operations to None."""
 
   def convert(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, tf.Operation):

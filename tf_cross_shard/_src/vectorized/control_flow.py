@@ -144,10 +144,7 @@ _CHOICES: Final = {"Case", "If", "StatelessCase", "StatelessIf"}
 def _run_branch(
   rewriter: Rewriter, branch: Any, inputs: Sequence[Wrapped], mask: tf.Tensor
 ) -> list[Wrapped]:
-  """Runs a branch for the models in the mask.
-
-  A branch that could fail runs only if a model takes it.
-  """
+  """Runs a branch for the models in the mask."""
   if speculatable.is_speculatable(branch):
     return inline(rewriter, branch, inputs, mask=mask)
   made: list[Wrapped] = []
@@ -329,11 +326,8 @@ def _convert_while(call: Call) -> Any:
 class _Loop:
   """A loop of the original graph.
 
-  What the body returns unchanged is no loop variable here.
-
-  Attributes:
-    stacked: For each loop variable, by its place: whether it is stacked.
-    differs: Whether models leave the loop one by one.
+  `stacked` says of each loop variable, by its place, whether it is stacked.
+  `differs` says whether models leave the loop one by one.
   """
 
   def __init__(self, call: Call, test: Any, body: Any) -> None:
@@ -349,10 +343,7 @@ class _Loop:
     self.differs = False
 
   def find_layout(self) -> None:
-    """Finds out which variables are stacked, and whether models part.
-
-    A variable that is shared at first is stacked if the body stacks it.
-    """
+    """Finds out which variables the body stacks, and whether models part."""
     count = self._rewriter.conversion.count
     while True:
       with func_graph.FuncGraph("scratch").as_default():
@@ -466,11 +457,9 @@ class _Loop:
   def _schedule(
     self, first: Sequence[tf.Tensor]
   ) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
-    """Returns the mask of the first iteration, and a function for the next.
-
-    The gradient of a loop reads the last iteration first. Models that took
-    fewer iterations wait until it reaches theirs.
-    """
+    """Returns the mask of the first iteration, and a function for the next."""
+    # The gradient of a loop reads the last iteration first. Models that took
+    # fewer iterations wait until it reaches theirs.
     outer = self._rewriter.mask
 
     def run_test(mask: Any, x: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -492,11 +481,9 @@ class _Loop:
     return is_due(tf.constant(0)), is_due
 
   def _is_gradient(self) -> bool:
-    """Returns whether this is the gradient of a loop.
-
-    TensorFlow makes it of three variables, besides others: a counter, which
-    begins with 0, the maximum, and the number of iterations of the loop.
-    """
+    """Returns whether this is the gradient of a loop."""
+    # TensorFlow makes it of three variables, besides others: a counter, which
+    # begins with 0, the maximum, and the number of iterations of the loop.
     test = self._test.outputs[0].op
     while test.type == "Identity":
       test = test.inputs[0].op

@@ -144,10 +144,7 @@ for _kind in _ASSIGN:
 
 
 def _scattering(operation: Any, adds: bool) -> Any:
-  """Returns a converter of a scatter operation on rows of the variable.
-
-  `operation` takes pairs: the replica's number, and the row.
-  """
+  """Returns a converter of a scatter operation on rows of the variable."""
 
   def convert(call: Call) -> Any:
     if not vectorizer.has_stack(call, 0):
@@ -234,11 +231,9 @@ def _bounds(tensors: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
 
 @converts("RngReadAndSkip")
 def _skip_random_numbers(call: Call) -> Any:
-  """Returns the state of a tf.random.Generator, and moves it on.
-
-  The state of the Philox algorithm has three words: the low word and the high
-  word of a counter, and a key. TensorFlow counts 256 for each number.
-  """
+  """Returns the state of a tf.random.Generator, and moves it on."""
+  # The state of the Philox algorithm has three words: the low word and the high
+  # word of a counter, and a key. TensorFlow counts 256 for each number.
   handle, (delta, _, _) = call.input(0)[0], call.input(2)
   state = _raw.ReadVariableOp(resource=handle, dtype=tf.int64)
   if not vectorizer.has_stack(call, 0) or state.shape[-1] != 3:

@@ -81,16 +81,7 @@ def _attrs(call: Call) -> dict[str, Any]:
 def _can_concatenate(
   call: Call, x: tf.Tensor, filters: tf.Tensor, with_groups: bool = True
 ) -> bool:
-  """Returns whether one convolution can compute those of all replicas.
-
-  If not, the convolutions run once for each replica.
-
-  Args:
-    call: The operation.
-    x: The input of the convolution, `[..., in]`.
-    filters: Its filter, `[..., in, out]`.
-    with_groups: Whether the result is a grouped convolution.
-  """
+  """Returns whether one convolution can compute those of all replicas."""
   return (
     call.get_attr("data_format") == b"NHWC"
     and x.shape[-1] is not None

@@ -1,8 +1,7 @@
 """Gives every replica all elements of a dataset.
 
-An element is a `ReplicaValues`, which tf.data can carry. So one iterator of
-tf.data returns what all replicas receive, and no operation is added to the
-dataset: to trace and to start them would cost each epoch some 15 milliseconds.
+An element is a `ReplicaValues`, which tf.data can carry. To trace and start one
+more operation of the dataset would cost each epoch some 15 milliseconds.
 """
 
 from collections.abc import Callable
@@ -42,11 +41,9 @@ class _Spec(tf.TypeSpec):
 
 
 class StackedDataset(input_lib.DistributedDataset):
-  """A dataset of `ReplicaValues`.
+  """A dataset of `ReplicaValues`, by its class a DistributedDataset to Keras.
 
-  It derives from TensorFlow's class because Keras looks for the name of that
-  class. It inherits only `reduce`, which TensorFlow calls for a loop over the
-  dataset in a tf.function.
+  It inherits only `reduce`, for loops over it in a tf.function.
   """
 
   def __init__(self, plain: tf.data.Dataset) -> None:
@@ -76,14 +73,7 @@ class StackedDataset(input_lib.DistributedDataset):
 def share(
   dataset: tf.data.Dataset, count: int, options: Any = None
 ) -> StackedDataset:
-  """Gives every replica all elements, without copying them.
-
-  Of what `per_replica` has marked, each replica receives its own row.
-
-  Raises:
-    ValueError: If marked values have another number of rows than `count`.
-    NotImplementedError: If `options` asks for one iterator per replica.
-  """
+  """Gives every replica all elements; of `per_replica`, its own row."""
 
   def spec_of(leaf: tf.TypeSpec) -> tf.TypeSpec:
     if not isinstance(leaf, arguments.ReplicaValuesSpec):

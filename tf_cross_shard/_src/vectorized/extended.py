@@ -139,10 +139,7 @@ class ModelsExtended(
   # Replicas.
 
   def function_of(self, fn: Callable[..., Any]) -> Any:
-    """Returns a tf.function that runs `fn` on every replica.
-
-    Functions are compared by identity. They are kept as long as `fn` lives.
-    """
+    """Returns a tf.function that runs `fn` everywhere, kept as long as `fn`."""
     # Python creates a new bound method at each lookup: its object owns it.
     method = getattr(fn, "__func__", None)
     owner: Any = fn if method is None else getattr(fn, "__self__", fn)

@@ -1,9 +1,7 @@
 """Converters of TensorFlow's optimizer kernels, such as ResourceApplyAdam.
 
-A kernel updates one variable with one learning rate. Models have learning rates
-and step counts of their own, so its formula is computed on the stacks, where
-entry i has the numbers of model i. A kernel that is linear in the gradient
-updates the stack itself, after each model's gradient is multiplied by its rate.
+A kernel takes one learning rate. So its formula is computed on the stacks or,
+if it is linear in the gradient, gradients are multiplied by their model's rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -182,10 +180,8 @@ def _converter(formula: Callable[[Values], dict[str, Any]]) -> Any:
 
 
 def _number(tensor: tf.Tensor) -> Any:
-  """Returns a constant as the decimal number that it was written as.
-
-  In float32, 1 - 0.999 would be 0.00099998713.
-  """
+  """Returns a constant as the decimal number that it was written as."""
+  # In float32, 1 - 0.999 would be 0.00099998713.
   static = tf.get_static_value(tensor)
   return tensor if static is None else float(str(static))
 

@@ -1,8 +1,7 @@
 """Converters of lists of tensors, of which TensorArrays are made.
 
-A stacked list has one list's length, and elements of the shape `[N, ...]`. pfor
-loses the shape of elements, which XLA needs, and cannot write where each model
-writes elsewhere.
+A stacked list has elements of the shape `[N, ...]`. pfor loses their shape,
+which XLA needs, and cannot write where each model writes elsewhere.
 """
 
 from collections.abc import Callable
@@ -24,10 +23,7 @@ _raw: Final = tf.raw_ops
 
 
 def _with_axis(call: Call, shape: tf.Tensor) -> tf.Tensor:
-  """Returns the shape of elements with an entry for each model.
-
-  Elements that are lists or optionals have no axis themselves.
-  """
+  """Returns the shape of elements, with an axis of models for tensors."""
   if _dtype(call) == tf.variant:
     return shape
   static = tf.get_static_value(shape)
@@ -176,17 +172,7 @@ def _for_each_index(
   step: Callable[..., tf.Tensor],
   first: tf.Tensor,
 ) -> tf.Tensor:
-  """Calls `step(index, which, result)` for each distinct index.
-
-  Models mostly have the same index: then that is one call.
-
-  Args:
-    indices: Each model's index.
-    pending: The models whose indices count.
-    step: Receives an index, the mask of the models that have it, and the
-      result of the call before.
-    first: What the first call receives.
-  """
+  """Calls `step(index, mask of its models, result)` for each distinct index."""
 
   def body(pending: tf.Tensor, result: tf.Tensor) -> tuple[Any, Any]:
     index = indices[tf.argmax(pending)]

@@ -19,11 +19,9 @@ _raw: Final = tf.raw_ops
 
 @converts("Unique", forced=False)
 def _unique(call: Call) -> Any:
-  """Adds up rows of the same index, with as many rows as before.
-
-  Models may have different numbers of distinct indices. So the first of equal
-  indices gets the sum of their rows, and the others get zeros.
-  """
+  """Adds up rows of the same index, with as many rows as before."""
+  # Models may have different numbers of distinct indices. So the first of equal
+  # indices gets the sum of their rows, and the others get zeros.
   indices, is_stacked, _ = call.input(0)
   if not is_stacked or row_sparse.MERGE not in call.op.node_def.attr:
     return vectorizer.in_loop(call)

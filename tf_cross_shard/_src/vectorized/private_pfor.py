@@ -1,10 +1,7 @@
 """A private copy of TensorFlow's vectorizer, the module pfor.
 
-pfor keeps its converters in dictionaries of its module. A copy of the module
-takes this package's converters, so that `tf.vectorized_map` and jacobians, also
-those in other threads, find TensorFlow's converters as they are.
-
-pfor itself is private. This package was tested with TensorFlow 2.16 to 2.21.
+pfor keeps converters in dictionaries of its module. `tf.vectorized_map` and
+jacobians, also those in other threads, do not see those of a copy.
 """
 
 import builtins
@@ -26,10 +23,9 @@ _NEEDED: Final = (
 
 
 class _Log:
-  """Takes the place of pfor's log, which prints hundreds of lines of an error.
+  """pfor's log, which would print hundreds of lines of an error.
 
-  The error gets an attribute `operation`: the operation that pfor was
-  converting.
+  Instead, the error's attribute `operation` is what pfor was converting.
   """
 
   def error(self, message: str, *args: Any) -> None:
@@ -46,11 +42,7 @@ class _Log:
 
 @functools.cache
 def load() -> Any:
-  """Returns the copy of pfor.
-
-  Raises:
-    NotImplementedError: If TensorFlow lacks pfor, or a part of it.
-  """
+  """Returns the copy of pfor, or raises `NotImplementedError`."""
   try:
     module = _copy()
   except (ImportError, AttributeError, TypeError) as error:
@@ -63,11 +55,9 @@ def load() -> Any:
 
 
 def _copy() -> Any:
-  """Runs the code of pfor in a new module, which `sys.modules` does not list.
-
-  The code defines a command-line flag, which only one module may do. So its
-  import of `flags` gets a module whose flags are not registered.
-  """
+  """Runs the code of pfor in a new module, which is not in `sys.modules`."""
+  # The code defines a command-line flag, which only one module may do. So its
+  # import of `flags` gets a module whose flags are not registered.
   spec = importlib.util.find_spec(_NAME)
   if spec is None or spec.loader is None:
     raise ImportError(f"there is no module {_NAME}")

@@ -25,10 +25,8 @@ def mark_replica_program() -> None:
 
 
 def in_replica_program() -> bool:
-  """Returns whether operations created now become part of a replica's program.
-
-  The replica context cannot tell: inside a merge call there is none.
-  """
+  """Returns whether a replica's program is being traced."""
+  # The replica context cannot tell: inside a merge call there is none.
   if tf.executing_eagerly():
     return False
   graph = tf.compat.v1.get_default_graph()
@@ -38,10 +36,7 @@ def in_replica_program() -> bool:
 
 
 def same_on_all_replicas(tensor: tf.Tensor) -> tf.Tensor:
-  """Marks a value that all replicas compute alike, such as a count of calls.
-
-  A condition on this value takes one branch, with all replicas in it.
-  """
+  """Marks a value that all replicas have: conditions on it take one branch."""
   return _marked(tensor, SAME, attr_value_pb2.AttrValue(b=True))
 
 

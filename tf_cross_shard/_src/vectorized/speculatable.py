@@ -1,8 +1,7 @@
 """Finds branches and loops that may run for models that are not in them.
 
-An operation is speculatable if it cannot fail, whatever the values of its
-inputs, if it ends, and if it has no effects on other operations. The converters
-of variables take care of models that are not in a branch.
+Such an operation ends, cannot fail for any input, and has no effects on others.
+The converters of variables take care of models that are not in a branch.
 """
 # ruff: noqa: SLF001
 

@@ -73,10 +73,8 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
 
   @property
   def _handle(self) -> Any:
-    """None on the host, so that TensorFlow reads the value by our method.
-
-    TensorFlow's fast path would read all of the stack.
-    """
+    """None on the host, so that TensorFlow reads the value by our method."""
+    # TensorFlow's fast path would read all of the stack.
     return self.replica_handle if _in_replica() else None
 
   @_handle.setter
@@ -227,11 +225,8 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return self.assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
   def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-    """Returns what restores the variable in place of `_restore_from_tensors`.
-
-    Variables that wrap this variable use it, as in tf_keras' mixed precision.
-    TensorFlow's own would assign to the stack.
-    """
+    """Returns what restores the variable in tf_keras' AutoCastVariable."""
+    # TensorFlow's own would assign to the stack.
     return {
       trackable.VARIABLE_VALUE_KEY: lambda name=self._shared_name: _Saveable(
         self, "", name
@@ -263,11 +258,9 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     return context.all_reduce(self._on_assign.name, value)
 
   def _combines(self) -> bool:
-    """Returns whether assigning here combines the values of all replicas.
-
-    In a merge call, and while a replica is isolated, each value is assigned as
-    it is: the replica context is another one.
-    """
+    """Returns whether assigning here combines the values of all replicas."""
+    # In a merge call, and while a replica is isolated, the context is another
+    # one: each value is assigned as it is.
     return self._on_assign != _Aggregation.NONE and isinstance(
       tf.distribute.get_replica_context(), replica_context.TracedReplicaContext
     )
@@ -296,10 +289,7 @@ def _mean(stack: tf.Tensor) -> tf.Tensor:
 
 
 def _override(name: str) -> None:
-  """Overrides a method that assigns to a part of the variable.
-
-  On the host, all replicas run the method.
-  """
+  """Overrides a method that assigns to a part: on the host, all replicas do."""
   method = getattr(resource_variable_ops.ResourceVariable, name)
 
   @functools.wraps(method)

@@ -44,11 +44,8 @@ _in_loop_by_pfor: Final[Any] = pfor._fallback_converter
 class Conversion(pfor.PForConfig):  # type: ignore[name-defined]
   """What the rewriters of one program share.
 
-  Attributes:
-    count: The number of models.
-    looped: How often an operation of each type runs once for each model.
-    of_branches: The lists that the branches of a conditional return, by the id
-      of the tensor that stands for them.
+  `looped` counts the operations that run once for each model. `of_branches` has
+  the lists that branches return, by the id of the tensor that stands for them.
   """
 
   def __init__(self, count: int) -> None:
@@ -95,13 +92,7 @@ def check_version() -> None:
 def converts(
   *types: str, forced: bool = True
 ) -> Callable[[Converter], Converter]:
-  """Registers a converter for these types of operations.
-
-  Args:
-    *types: The types.
-    forced: Whether pfor asks the converter also if all inputs are shared.
-      Otherwise, pfor then copies the operation.
-  """
+  """Registers a converter; a `forced` one also converts shared inputs."""
 
   def register(converter: Converter) -> Converter:
     for name in types:
@@ -133,21 +124,7 @@ def vectorize(
   inputs: Sequence[tf.Tensor],
   stacks: dict[int, Any],
 ) -> list[Wrapped]:
-  """Adds a model's program, for all models, to the graph being built.
-
-  Args:
-    function: The model's program, a concrete function.
-    count: The number of models.
-    inputs: For each input of the program, a tensor with a first axis.
-    stacks: Maps the id of a variable's handle in the program to the handle of
-      the variable's stack.
-
-  Returns:
-    The outputs of the program.
-
-  Raises:
-    NotImplementedError: If TensorFlow cannot vectorize an operation.
-  """
+  """Adds a model's program, for all models, to the graph being built."""
   conversion = Conversion(count)
   loop_var = tf.compat.v1.placeholder_with_default(0, shape=[])
   outer = Rewriter(loop_var, count, [], True, pfor_config=conversion)
@@ -196,15 +173,7 @@ def inline(
   mask: Any = None,
   source: Any = None,
 ) -> list[Wrapped]:
-  """Adds a function's operations, converted, to the graph being built.
-
-  Args:
-    outer: The rewriter of the graph that calls the function.
-    graph: The function's graph.
-    inputs: The function's converted inputs.
-    mask: See `Rewriter`; None for that of `outer`.
-    source: See `Rewriter`; None for that of `outer`.
-  """
+  """Adds a function's operations, converted, to the graph being built."""
   inner = Rewriter(
     outer.loop_var,
     outer.conversion.count,
@@ -371,13 +340,7 @@ def with_models(rewriter: Rewriter, x: Wrapped) -> tf.Tensor:
 
 
 def wrap_stacked(before: tf.Tensor, after: tf.Tensor, count: int) -> Wrapped:
-  """Wraps a tensor or a list, and notes the shapes of the list's elements.
-
-  Args:
-    before: The tensor in the original graph.
-    after: The converted tensor.
-    count: The number of models.
-  """
+  """Wraps a tensor or a list, and notes the shapes of the list's elements."""
   data = resource_variable_ops.get_eager_safe_handle_data(before)
   if before.dtype != tf.variant or not data.is_set:
     return wrap(after, True)

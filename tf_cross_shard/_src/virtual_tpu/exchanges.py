@@ -1,8 +1,7 @@
 """Exchanges between data-parallel replicas, and their converters.
 
-The exchanges add XLA's operations to the graph being traced. So the graph is
-the program of a TPU replica. The converters make sums over the entries of a
-group of replicas of them.
+The exchanges add XLA's operations to the graph, which then is the program of a
+TPU replica. The converters make sums over the entries of a group of them.
 """
 
 from collections.abc import Sequence
@@ -44,11 +43,7 @@ def cross_replica_sum(
 def all_to_all(
   tensor: tf.Tensor, group_assignment: Sequence[Sequence[int]]
 ) -> tf.Tensor:
-  """Sends the i-th slice along axis 0 to the i-th member of the group.
-
-  The size of axis 0 is a multiple of the size of a group. The result has the
-  shape of `tensor`.
-  """
+  """Sends the i-th of equal slices along axis 0 to the i-th member."""
   # The operation has no dtypes of 8 bytes: exchange words of 4 bytes.
   words = tf.bitcast(tensor, tf.uint32) if tensor.dtype.size == 8 else tensor
   with tf.name_scope(ALL_TO_ALL):
@@ -98,13 +93,9 @@ def gather(
   group_assignment: Sequence[Sequence[int]],
   count: int | None = None,
 ) -> tf.Tensor:
-  """Gathers the values of the group's first `count` members.
-
-  The gather is a sum. Each replica contributes a tensor with a new axis 0 of
-  `count` entries that holds its value in its entry and zeros elsewhere.
-
-  Returns a tensor of shape `[count, *tensor.shape]`.
-  """
+  """Gathers the values of the group's first `count` members: `[count, ...]`."""
+  # The gather is a sum: each replica contributes its value in its entry of
+  # axis 0, and zeros elsewhere.
   dtype = tensor.dtype
   # Gather the two parts of a complex number separately.
   if dtype.is_complex:
@@ -130,12 +121,9 @@ def gather(
 
 
 class _Groups:
-  """The groups of an exchange.
+  """The groups of an exchange, `assignment` `[groups, size]`.
 
-  Attributes:
-    assignment: `[groups, size]`: the members of each group.
-    group_of: `[N]`: the group of each replica.
-    position: `[N]`: the place of each replica in its group.
+  `group_of[i]` is the group of replica i, and `position[i]` its place there.
   """
 
   def __init__(self, call: Call) -> None:

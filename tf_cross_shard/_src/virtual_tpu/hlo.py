@@ -54,13 +54,9 @@ class Module:
     return len(self._proto.host_program_shape.parameters)
 
   def portable(self) -> bytes:
-    """Serializes the module in a form that all compilers accept.
-
-    - StableHLO has no copy operation. A copy becomes a reshape to the same
-      shape; the compiler creates the copies that it needs.
-    - A sum in the name scope of `exchanges.all_to_all` becomes the
-      all-to-all that it stands for.
-    """
+    """Serializes the module in a form that all compilers accept."""
+    # StableHLO has no copy operation: it becomes a reshape to the same shape. A
+    # sum in the name scope of `exchanges.all_to_all` becomes that exchange.
     for instruction in self._by_id.values():
       if instruction.opcode == "copy":
         instruction.opcode = "reshape"

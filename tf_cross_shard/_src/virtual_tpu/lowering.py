@@ -34,16 +34,7 @@ class Program:
   """The program of a replica, as a graph."""
 
   def __init__(self, function: Any, variables: dict[int, Any]) -> None:
-    """Checks that a TPU has everything that the program uses.
-
-    Args:
-      function: TensorFlow's concrete function.
-      variables: The strategy's variables that the function captures, by the id
-        of their handles.
-
-    Raises:
-      TPUCompileError: If the function uses another resource.
-    """
+    """Raises a `TPUCompileError` if the program uses a foreign resource."""
     self.function = function
     self._variables = variables
     for tensor in function.captured_inputs:
@@ -75,12 +66,10 @@ class Program:
     return module
 
   def _to_hlo(self) -> bytes:
-    """Returns the serialized HLO module of the graph.
-
-    Two other ways failed. The public `experimental_get_compiler_ir` does not
-    accept a function that captures a tensor of a graph being built. Calling the
-    graph from another function hides constants from XLA that nested loops need.
-    """
+    """Returns the serialized HLO module of the graph."""
+    # Two other ways failed. The public `experimental_get_compiler_ir` does not
+    # accept a function that captures a tensor of a graph being built. Calling
+    # the graph from another function hides constants that nested loops need.
     function = self.function
     captures = function.captured_inputs
     num_arguments = len(function.inputs) - len(captures)

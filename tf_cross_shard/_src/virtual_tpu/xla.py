@@ -1,8 +1,7 @@
-"""Calls the TPU's own compiler, libtpu, through jax.
+"""Calls the TPU's own compiler, libtpu, through jax, whose names are private.
 
-This is the only file that uses jax, jaxlib and libtpu. Their interfaces for
-whole XLA modules are private, so only tested versions are accepted. The
-libraries are imported when they are first needed.
+Only tested versions of jax, jaxlib and libtpu are accepted. They are imported
+when they are first needed.
 """
 # ruff: noqa: SLF001  # Uses jax's and jaxlib's private interfaces.
 
@@ -65,11 +64,7 @@ def require() -> None:
 class Topology:
   """The devices of a TPU slice.
 
-  Attributes:
-    name: The name of the slice, such as "v5e:4x2".
-    kind: libtpu's name of the devices.
-    coordinates: For each device: x, y, z, and the core on the chip.
-    devices: libtpu's description of each device.
+  `coordinates` has for each device: x, y, z, and the core on the chip.
   """
 
   name: str
@@ -132,10 +127,7 @@ def coordinates(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def compile_for_tpu(module: bytes, where: Topology) -> tuple[Any, float]:
-  """Compiles a module for every device of a TPU slice.
-
-  Returns the executable, and the seconds that the compiler took.
-  """
+  """Compiles for a TPU slice; returns the executable and the seconds."""
   xla = importlib.import_module("jax._src.lib").xla_client
   ir = importlib.import_module("jax._src.lib.mlir").ir
   mlir = importlib.import_module("jax._src.interpreters.mlir")
