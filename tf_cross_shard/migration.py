@@ -1,7 +1,7 @@
 """Converts optimizers and checkpoints of TensorFlow 1.
 
 Call `from_v1` to turn an optimizer of `tf.compat.v1.train` into a
-`CrossShardOptimizer` that computes the same numbers:
+`CrossShardOptimizer` around the Keras class with the same formula:
 
 >>> import tensorflow as tf
 >>> from tf_cross_shard import migration

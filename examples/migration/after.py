@@ -64,8 +64,8 @@ def program() -> tuple[Any, Any]:
   )
   v1 = tf.compat.v1
   step = tf.Variable(0, trainable=False)  # `iterations` takes its place.
-  rate = v1.train.exponential_decay(0.2, step, decay_steps=20, decay_rate=0.5)
-  optimizer = v1.train.MomentumOptimizer(rate, momentum=0.9)
+  rate = v1.train.exponential_decay(0.01, step, decay_steps=20, decay_rate=0.5)
+  optimizer = v1.train.AdamOptimizer(rate)
   optimizer = v1.tpu.CrossShardOptimizer(optimizer)
   return model, migration.from_v1(optimizer, loss_averaged_over="replica")
 

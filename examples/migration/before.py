@@ -57,7 +57,7 @@ def model_fn(
   rate = tf.train.exponential_decay(
     params["rate"], global_step, decay_steps=20, decay_rate=0.5
   )
-  optimizer = tf.train.MomentumOptimizer(rate, momentum=0.9)
+  optimizer = tf.train.AdamOptimizer(rate)
   if params["use_tpu"]:
     optimizer = tf.tpu.CrossShardOptimizer(optimizer)
   train_op = optimizer.minimize(loss, global_step=global_step)
@@ -75,7 +75,7 @@ def main() -> None:
   tf.disable_v2_behavior()
   features = tf.placeholder(tf.float32, [None, digits_batches.NUM_FEATURES])
   labels = tf.placeholder(tf.int32, [None])
-  params = {"units": 32, "rate": 0.2, "use_tpu": flags.use_tpu}
+  params = {"units": 32, "rate": 0.01, "use_tpu": flags.use_tpu}
   spec = model_fn(features, labels, "train", params)
   global_step = tf.train.get_global_step()
   with tf.train.MonitoredTrainingSession(

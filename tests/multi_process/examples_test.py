@@ -169,6 +169,6 @@ def test_after_py_continues_the_training_of_before_py(tmp_path: Path) -> None:
   for name, flag in (("before.py", "--steps=30"), ("after.py", "--steps=40")):
     command = [str(migration / name), f"--folder={tmp_path}", flag]
     output = checked(programs.fork(command, tmp_path, path=[migration]))
-  assert "converted: 9 variables" in output
-  assert re.search(r"kernel/momentum +hidden/kernel/Momentum", output)
+  assert "converted: 13 variables" in output
+  assert re.search(r"kernel/momentum +hidden/kernel/Adam", output)
   assert "these are the losses of before.py: 10 steps" in output

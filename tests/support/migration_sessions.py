@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+import tf_cross_shard
 from tests.support import testbed
 
 Arrays = dict[str, np.ndarray]
@@ -21,73 +22,25 @@ SHAPES = {
 }
 
 
-class Pair(NamedTuple):
-  """An optimizer of TensorFlow 1, and the corresponding optimizer of Keras.
-
-  Attributes:
-    v1: Creates the optimizer of TensorFlow 1.
-    kind: The name of the class in Keras 3 and tf_keras.
-    settings: The settings of the Keras optimizer.
-    dropped: The slot of TensorFlow 1 that the Keras optimizer does not have.
-  """
-
-  v1: Callable[[], Any]
-  kind: str
-  settings: dict[str, Any]
-  dropped: str | None = None
-
-
-_RMSPROP = {"learning_rate": 0.01, "rho": 0.9, "epsilon": 1e-10}
-_FTRL = {
-  "l1_regularization_strength": 0.001,
-  "l2_regularization_strength": 0.01,
-}
-PAIRS = {
-  "SGD": Pair(
-    lambda: v1.train.GradientDescentOptimizer(0.1),
-    "SGD",
-    {"learning_rate": 0.1},
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+  "SGD": lambda: v1.train.GradientDescentOptimizer(0.1),
+  "Momentum": lambda: v1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
+  # TensorFlow 1 multiplies powers of betas, and Keras computes each of them.
+  # Their values of 1 - 0.999**8 agree in 5 digits, and so do their learning
+  # rates in that step.
+  "Adam": lambda: v1.train.AdamOptimizer(0.001),
+  "Adagrad": lambda: v1.train.AdagradOptimizer(0.1),
+  "Adadelta": lambda: v1.train.AdadeltaOptimizer(1.0, 0.95, 1e-6),
+  "RMSProp": lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.5, 1e-10),
+  "RMSProp centered only": lambda: v1.train.RMSPropOptimizer(
+    0.01, 0.9, 0.0, 1e-10, centered=True
   ),
-  "Momentum": Pair(
-    lambda: v1.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True),
-    "SGD",
-    {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
-  ),
-  "Adam": Pair(
-    # TensorFlow 1 multiplies powers of betas, and Keras computes each of them.
-    # Their values of 1 - 0.999**8 agree in 5 digits, and so do their learning
-    # rates in that step.
-    lambda: v1.train.AdamOptimizer(0.001),
-    "Adam",
-    {"learning_rate": 0.001, "epsilon": 1e-8},
-  ),
-  "Adagrad": Pair(
-    lambda: v1.train.AdagradOptimizer(0.1),
-    "Adagrad",
-    {"learning_rate": 0.1, "epsilon": 1e-12},
-  ),
-  "Adadelta": Pair(
-    lambda: v1.train.AdadeltaOptimizer(1.0, 0.95, 1e-6),
-    "Adadelta",
-    {"learning_rate": 1.0, "rho": 0.95, "epsilon": 1e-6},
-  ),
-  "RMSProp": Pair(
-    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.5, 1e-10),
-    "RMSprop",
-    {**_RMSPROP, "momentum": 0.5},
-  ),
-  "RMSProp centered only": Pair(
-    lambda: v1.train.RMSPropOptimizer(0.01, 0.9, 0.0, 1e-10, centered=True),
-    "RMSprop",
-    {**_RMSPROP, "centered": True},
-    "RMSProp_2",
-  ),
-  "Ftrl": Pair(
-    lambda: v1.train.FtrlOptimizer(0.1, **_FTRL),
-    "Ftrl",
-    {"learning_rate": 0.1, **_FTRL},
+  "Ftrl": lambda: v1.train.FtrlOptimizer(
+    0.1, l1_regularization_strength=0.001, l2_regularization_strength=0.01
   ),
 }
+# The slot of TensorFlow 1 that the Keras optimizer does not have.
+DROPPED = {"RMSProp centered only": "RMSProp_2"}
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -217,10 +170,9 @@ def network(library: Any = tf.keras, first: str = "one") -> Any:
   )
 
 
-def plain(name: str, library: Any = None, **settings: Any) -> Any:
-  pair = PAIRS[name]
-  library = library or tf.keras.optimizers
-  return getattr(library, pair.kind)(**{**pair.settings, **settings})
+def plain(name: str, package: Any = tf_cross_shard) -> Any:
+  """Returns the optimizer of Keras that one of TensorFlow 1 becomes."""
+  return package.CrossShardOptimizer(OPTIMIZERS[name]()).inner_optimizer
 
 
 def largest(first: Sequence[float], second: Sequence[float]) -> float:

@@ -148,25 +148,6 @@ def test_assigned_numbers_are_those_of_the_next_step(
   assert optimizer.group_settings == after
 
 
-@training.in_both
-def test_the_powers_of_version_1_are_each_groups_own(which: str) -> None:
-  """The first power of beta is that of the group."""
-  make, betas = tf.compat.v1.train.AdamOptimizer, [0.9, 0.5]
-  held, _ = _train(
-    which, lambda _: make(0.125, 0.75), group_settings={"beta_1": betas}
-  )
-
-  def expected(group: int, members: Any) -> list[np.ndarray]:
-    alone = list(map(tf.Variable, VALUES.values()))
-    plain = make(0.125, betas[group])
-    for step in range(STEPS):
-      sums = [tf.constant(rows[step, members].sum(0)) for rows in GRADS]
-      plain.apply_gradients(zip(sums, alone, strict=True))
-    return [weight.numpy() for weight in alone]
-
-  _check(held, expected)
-
-
 def test_averages_that_move_in_every_call() -> None:
   """The moving averages of a Keras 3 optimizer that accumulates."""
   own = {"use_ema": True, "gradient_accumulation_steps": 2}

@@ -108,8 +108,8 @@ class CrossShardOptimizer(facade.Facade):
     Args:
       opt: A Keras optimizer, or a value that `tf.keras.optimizers.get` accepts,
         such as `"adam"`. It keeps slots, learning rate, iteration count and all
-        other variables. An optimizer of `tf.compat.v1.train` is converted; see
-        `migration.from_v1`.
+        other variables. An optimizer of `tf.compat.v1.train` becomes the
+        Keras class with the same formula; see `migration.from_v1`.
       reduction: `"mean"` or `"sum"` over the group. The spellings of
         `tf.compat.v1.losses.Reduction` and of Keras are also accepted.
       name: The name of this optimizer.
@@ -187,7 +187,7 @@ class CrossShardOptimizer(facade.Facade):
       RuntimeError: If `opt` was created outside the current
         `strategy.scope()`.
       TypeError: If `opt` is not an optimizer, or is an optimizer of TensorFlow
-        1 for which Keras has no equivalent.
+        1 that Keras has no class for.
     """
     opt = self._as_optimizer(opt)
     # All arguments but `opt`: each field of `Settings` has an argument's name.

@@ -10,14 +10,14 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.wrapped import keras_private, kernels, v1
+from tf_cross_shard._src.core.wrapped import keras_classes, keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
@@ -25,6 +25,17 @@ from tf_cross_shard._src.replica_state import paths as paths_lib
 
 _Names = Mapping[str, str | None]
 _Shapes = Mapping[str, tuple[int, ...]]
+
+# By Keras' class: TensorFlow 1's name of the optimizer, and Keras' attributes
+# for its slots, in the order in which TensorFlow 1 created and numbered them.
+_SLOTS: Final = {
+  "SGD": ("Momentum", ["momentums"]),
+  "Adam": ("Adam", ["_momentums", "_velocities"]),
+  "Adagrad": ("Adagrad", ["_accumulators"]),
+  "RMSprop": ("RMSProp", ["_velocities", "_average_gradients", "_momentums"]),
+  "Adadelta": ("Adadelta", ["_accumulated_grads", "_accumulated_delta_vars"]),
+  "Ftrl": ("Ftrl", ["_accumulators", "_linears"]),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +85,8 @@ def convert_checkpoint(
 
   A weight is found by its own name, with or without the name of the model
   before it; a slot by the name that TensorFlow 1 gave it, such as `weight/Adam`
-  and `weight/Adam_1`; the number of steps by the name `global_step`.
+  and `weight/Adam_1`; the number of steps by the name `global_step`. Under a
+  schedule, the momentum of a Keras SGD gets the learning rate of that step.
 
   Args:
     src: The prefix of the old checkpoint, or a folder with its latest one.
@@ -117,7 +129,11 @@ def convert_checkpoint(
   trained = [by_id[id(variable)] for variable in variables]
   names = names or {}
   of_weights = _sources(weights, names, shapes)
-  wanted = [*weights, *_state(optimizer, trained, of_weights, shapes)]
+  step = iterations
+  if step is None:
+    source = names.get("iterations") or _only_scalar("global_step", shapes)
+    step = reader.get_tensor(source) if shapes.get(source or "") == () else 0
+  wanted = [*weights, *_state(optimizer, trained, of_weights, shapes, step)]
   labels = names_lib.unique([each.name for each in wanted])
   wanted = [w._replace(name=n) for w, n in zip(wanted, labels, strict=True)]
   sources = _sources(wanted, names, shapes)
@@ -146,23 +162,14 @@ def convert_checkpoint(
 
 
 class _Wanted(NamedTuple):
-  """A variable of the program, and where its value is looked for.
+  """A variable of the program, and where its value is looked for."""
 
-  Attributes:
-    name: Its name in `names` and in `Conversion`.
-    variable: The variable.
-    default: The name in the checkpoint, unless `names` has a different one.
-    pattern: The key of `names` for all such variables, such as "{}/momentum".
-    stem: The text for "{}" in the value of that entry.
-    factor: What the value is multiplied by.
-  """
-
-  name: str
+  name: str  # In `names` and in `Conversion`.
   variable: Any
-  default: str | None
-  pattern: str = ""
-  stem: str = ""
-  factor: float = 1.0
+  default: str | None  # In the checkpoint, unless `names` has another name.
+  pattern: str = ""  # The key of `names` for all of these: "{}/momentum".
+  stem: str = ""  # The text for "{}" in the value of that entry.
+  factor: float = 1.0  # What the value is multiplied by.
 
 
 def _read(reader: Any, source: str, wanted: _Wanted) -> Any:
@@ -222,6 +229,7 @@ def _state(
   trained: Sequence[_Wanted],
   sources: Mapping[str, str],
   shapes: dict[str, tuple[int, ...]],
+  step: Any,
 ) -> Iterator[_Wanted]:
   """Yields slots, other variables, and the number of steps as the last one."""
   base_optimizer = wrapped_lib.base_optimizer(optimizer)
@@ -230,13 +238,12 @@ def _state(
     base_optimizer
   )
   v1_names = _v1_names(base_optimizer)
-  is_v1 = isinstance(base_optimizer, v1.V1Update)
-  is_sgd = "Momentum" in v1_names.values() and not is_v1
+  is_sgd = "Momentum" in v1_names.values()
   # tf_keras creates slots for an SGD without momentum, too.
   is_idle = is_sgd and not float(base_optimizer.momentum)
-  factor = (
-    _factor_of_momentum(base_optimizer) if is_sgd and not is_idle else 1.0
-  )
+  factor = 1.0
+  if is_sgd and not is_idle:
+    factor = _factor_of_momentum(base_optimizer, step)
   rates = nested_lib.rate_variables(base_optimizer)
   known = {id(base_optimizer.iterations), *map(id, rates)}
   for weight in trained:
@@ -252,10 +259,9 @@ def _state(
       label = f"{weight.name}/{name}"
       yield _Wanted(label, slot, default, f"{{}}/{name}", source, scale)
   # Keras' Adam computes the powers of its betas from `iterations`.
-  if not is_v1:
-    powers = r"(.*/)?beta[12]_power(_\d+)?"
-    for name in [n for n in shapes if re.fullmatch(powers, n)]:
-      del shapes[name]
+  powers = r"(.*/)?beta[12]_power(_\d+)?"
+  for name in [n for n in shapes if re.fullmatch(powers, n)]:
+    del shapes[name]
   for other in state.variables:
     if id(other) not in known:
       name = variables_lib.path_of(other).rpartition("/")[2]
@@ -266,47 +272,31 @@ def _state(
 
 
 def _v1_names(optimizer: Any) -> dict[int, str]:
-  """Returns TensorFlow 1's names of slots, by their ids.
-
-  These are "Adam", "Adam_1" and so on, in the order in which the kernel of the
-  optimizer takes the slots. Some optimizers are not in TensorFlow 1.
-  """
-  kerases = keras_private.KERASES
-  bases = type(optimizer).__mro__
-  classes = [c for c in bases if c.__module__.split(".")[0] in kerases]
-  for v1_class, kind in v1.KINDS.items():
-    if kind is not None and kind.keras in [c.__name__ for c in classes]:
-      name = v1_class.__name__.removesuffix("Optimizer")
-      if isinstance(optimizer, v1.V1Update):
-        name = str(optimizer.name)  # type: ignore[attr-defined]
-      centered = "Centered" if getattr(optimizer, "centered", False) else ""
-      kernel = kernels.KERNELS[centered + kind.kernel]
-      # A slot that Keras does not have is counted, too.
-      return {
-        id(slot): f"{name}_{number}" if number else name
-        for number, attribute in enumerate(kernel.slots.values())
-        for slot in getattr(optimizer, attribute, None) or ()
-      }
-  return {}
+  """Returns TensorFlow 1's names of slots ("Adam", "Adam_1"), by their ids."""
+  kinds = map(keras_classes.name_in_keras, type(optimizer).__mro__)
+  kind = next((kind for kind in kinds if kind in _SLOTS), None)
+  if kind is None:
+    return {}
+  name, attributes = _SLOTS[kind]
+  if not getattr(optimizer, "centered", True):
+    attributes = [a for a in attributes if a != "_average_gradients"]
+  # A slot that Keras does not have is counted, too.
+  return {
+    id(slot): f"{name}_{number}" if number else name
+    for number, attribute in enumerate(attributes)
+    for slot in getattr(optimizer, attribute, None) or ()
+  }
 
 
-def _factor_of_momentum(sgd: Any) -> float:
-  """Returns v / a, for the momentum a of TensorFlow 1 and v of Keras' SGD.
-
-  With the gradient g, the weight w and a constant learning rate:
-
-      TensorFlow 1   a = momentum * a + g           w = w - rate * a
-      Keras          v = momentum * v - rate * g    w = w + v
-  """
-  config = sgd.get_config()
-  if isinstance(config["learning_rate"], dict) or config.get("decay"):
-    raise ValueError(
-      f"`optimizer` is {type(sgd).__name__}, whose momentum includes the"
-      " learning rate of each step, but TensorFlow 1's momentum does not: it"
-      " cannot be converted if the learning rate is a schedule. Pass what"
-      " tf_cross_shard.migration.from_v1 returns for TensorFlow 1's optimizer."
-    )
-  return -float(config["learning_rate"])
+def _factor_of_momentum(sgd: Any, step: Any) -> float:
+  """Returns v / a, for the momentum a of TensorFlow 1 and v of Keras' SGD."""
+  # With the gradient g and the weight w:
+  #     TensorFlow 1   a = momentum * a + g           w = w - rate * a
+  #     Keras          v = momentum * v - rate * g    w = w + v
+  # Under a schedule, this is exact for the next step.
+  [rate] = keras_private.rates_and_schedules(sgd)
+  rate = rate(step) if callable(rate) else rate
+  return -float(tf.convert_to_tensor(rate))
 
 
 def _only_scalar(name: str, shapes: _Shapes) -> str | None:

@@ -13,27 +13,22 @@ def from_v1(
 ) -> Any:
   """Converts an optimizer of TensorFlow 1 to a CrossShardOptimizer.
 
-  The new optimizer computes the numbers that `opt` computed. Call `from_v1`
-  inside `strategy.scope()`. `opt` is an optimizer of `tf.compat.v1.train`, or a
+  The new optimizer is of one of Keras' own classes, with the arguments that
+  give the formula of `opt`. Call `from_v1` inside `strategy.scope()`. `opt` is
+  an optimizer of `tf.compat.v1.train`, or a
   `tf.compat.v1.tpu.CrossShardOptimizer` around one.
 
-  GradientDescent, Momentum, Adam, Adagrad, RMSProp, Adadelta and Ftrl become
-  classes that derive from the Keras class of that name (SGD for the first two).
-  They have Keras' names of hyperparameters and slots, and update variables
-  through TensorFlow 1's own kernels. The plain Keras classes compute other
-  numbers: the momentum of SGD sums up `learning_rate * grad`, the averages of
-  RMSprop start at 0, Adagrad has an epsilon, and most classes change rows that
-  a sparse gradient does not touch.
+  GradientDescent and Momentum become `SGD`; Adam, Adagrad, RMSProp, Adadelta
+  and Ftrl become the classes of that name. You get a warning where Keras has no
+  equal formula: the average of squares of RMSProp starts at 0, and not at 1,
+  and the momentum of SGD adds up gradients times learning rates, which differs
+  under a schedule.
+
+  With row-sparse gradients, TensorFlow 1 changed only the rows in the batch,
+  except for Adam. `CrossShardOptimizer(opt, lazy_rows=True)` does so, too.
 
   The slots of `opt` are not converted. To keep them, save a checkpoint of `opt`
   and call `convert_checkpoint`.
-
-  A learning rate that is a variable or a function is read in every step:
-
-  - To change it, assign to the variable. Setting `optimizer.learning_rate` to a
-    number is an error.
-  - Such an optimizer cannot be saved.
-  - XLA, and therefore a TPU, compiles a variable but not a function.
 
   In eager execution, `tf.compat.v1.train.exponential_decay` and similar
   functions return a schedule. It becomes the Keras schedule of the same name,
@@ -73,8 +68,9 @@ def from_v1(
 
   Raises:
     TypeError: If `opt` is not an optimizer of TensorFlow 1; if Keras has no
-      equal optimizer; if the learning rate is a schedule that Keras lacks.
-    ValueError: If a hyperparameter is not a constant number.
+      such optimizer; if the learning rate is a schedule that Keras lacks.
+    ValueError: If a hyperparameter is a variable or a function, whose value may
+      change.
   """
   if not isinstance(opt, v1.V1Optimizer):
     raise TypeError(

@@ -21,7 +21,7 @@ def to_optimizer(opt: Any, argument: str, binding: binding_lib.Binding) -> Any:
   Other objects are returned as they are.
   """
   if isinstance(opt, tf.compat.v1.train.Optimizer):
-    return v1.convert(opt, binding.package, binding.v1_optimizers)
+    return v1.convert(opt, binding.package)
   if not isinstance(opt, (str, dict)):
     return opt
   optimizers = binding.keras.optimizers

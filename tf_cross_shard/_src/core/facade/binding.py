@@ -16,12 +16,9 @@ class Binding(abc.ABC):
 
   Attributes:
     package: "keras" or "tf_keras".
-    v1_optimizers: The module of this Keras' classes for the optimizers of
-      TensorFlow 1.
   """
 
   package: str
-  v1_optimizers: Any
 
   @property
   def keras(self) -> Any:

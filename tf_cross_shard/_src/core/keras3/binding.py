@@ -6,7 +6,7 @@ import keras
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.facade import binding
-from tf_cross_shard._src.core.keras3 import adapter, v1_optimizers
+from tf_cross_shard._src.core.keras3 import adapter
 from tf_cross_shard._src.core.keras_types import Optimizer
 
 # Attributes from Keras' constructor that the facade keeps.
@@ -19,7 +19,6 @@ class Keras3Binding(binding.Binding):
   """Binds facades to Keras 3."""
 
   package = "keras"
-  v1_optimizers = v1_optimizers
 
   def start(
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]

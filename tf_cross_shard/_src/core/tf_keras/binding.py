@@ -6,14 +6,13 @@ import tf_keras
 
 from tf_cross_shard._src.core.facade import binding
 from tf_cross_shard._src.core.keras_types import Optimizer
-from tf_cross_shard._src.core.tf_keras import adapter, v1_optimizers
+from tf_cross_shard._src.core.tf_keras import adapter
 
 
 class TfKerasBinding(binding.Binding):
   """Binds facades to tf_keras."""
 
   package = "tf_keras"
-  v1_optimizers = v1_optimizers
 
   def start(
     self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]

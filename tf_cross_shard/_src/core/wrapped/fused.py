@@ -56,8 +56,6 @@ _NO_KERNEL: Final = {
 }
 # Variables of other dtypes are updated by Keras' operations.
 _DTYPES: Final = (tf.float32, tf.float64)
-# Keras rounds the settings of these kernels to float32, also for float64.
-_CAST: Final = ("Momentum", "KerasMomentum")
 _IN_PARTS: Final = "Adam in parts"
 
 
@@ -87,8 +85,6 @@ def why_no_kernel(optimizer: Any) -> str:
   name, kind = keras_classes.keras_class(optimizer), type(optimizer)
   if name in _CHOICES and "update_step" in vars(optimizer):
     return "`update_step` was assigned to the optimizer"
-  if hasattr(optimizer, "v1_operation"):
-    return "TensorFlow 1's own kernel"
   if name:
     settings = _NO_KERNEL.get(name, "")
     return f"no kernel for {name}{settings}"
@@ -124,12 +120,11 @@ class Plan:
   in_function: bool = True
   is_stack: bool = False
   sums_rows: bool = False
-  fallback: str = "Keras"
 
   def method(self, variable: Any, is_sparse: bool) -> UpdateMethod:
     """Returns how a step updates a `tf.Variable`."""
     if self.kernel is None:
-      return UpdateMethod(self.fallback, self.reason)
+      return UpdateMethod("Keras", self.reason)
     if is_sparse and not self.sums_rows:
       return UpdateMethod("Keras", "no kernel for row-sparse gradients")
     dtype = kernels.dtype_of(variable)
@@ -154,16 +149,15 @@ def plan(
   optimizer: Any, wanted: bool | None, is_compiled: bool, in_function: bool
 ) -> Plan:
   """Decides how a step updates its variables; `wanted` is `fused_update`."""
-  fallback: str = getattr(optimizer, "v1_operation", "Keras")
   # If XLA compiles the step, it fuses Keras' operations by itself. It could not
   # compile an update by rows, whose number of rows is not known.
   if is_compiled:
-    return Plan(reason="XLA compiles the whole step", fallback=fallback)
+    return Plan(reason="XLA compiles the whole step")
   if wanted is False:
-    return Plan(reason="fused_update=False", fallback=fallback)
+    return Plan(reason="fused_update=False")
   kernel = find_kernel(optimizer)
   if kernel is None:
-    return Plan(reason=why_no_kernel(optimizer), fallback=fallback)
+    return Plan(reason=why_no_kernel(optimizer))
   is_stack = single_program.are_models(keras_private.strategy(optimizer))
   return Plan(kernel, "", in_function, is_stack, sums_rows=bool(wanted))
 
@@ -258,11 +252,13 @@ class _UpdateStep:
     """Returns learning rate, settings and powers as tensors of one dtype."""
     rate = self._optimizer.learning_rate if rate is None else rate
     rate = tf.cast(tf.convert_to_tensor(rate), dtype)
-    # beta_1, beta_2, epsilon, momentum, ... Keras rounds some settings to
-    # float32 before it converts them to float64: `tf.cast` does the same.
-    convert = tf.cast if kernel.name in _CAST else tf.convert_to_tensor
+    # Keras rounds the momentum to float32, also for float64, as `tf.cast` does.
+    is_rounded = kernel.name == "KerasMomentum"
+    convert = tf.cast if is_rounded else row_sparse.in_dtype
     arguments = {
-      name: value if isinstance(value, bool) else convert(value, dtype)
+      name: value
+      if isinstance(value, bool)
+      else tf.convert_to_tensor(convert(value, dtype), dtype)
       for name, value in kernel.arguments(self._optimizer, rate).items()
     }
     if kernel.powers:
