@@ -6,22 +6,13 @@ the gradient and S the slots of W:
 
     W[i], S[i] = opt.update(W[i], S[i], g)        other rows do not change
 
-So the cost of a step depends on the rows of the batch, not on the size of the
-table. Plain Keras' SGD without momentum and Adagrad, both without weight decay,
-also change no other rows. For these optimizers, the update by rows computes the
-same numbers as plain Keras. For all other optimizers it is a different update,
-which you ask for with `lazy_rows`. A row that is not in the batch keeps its
-slots and does not decay, but Adam's bias correction still counts the step.
-
-An index may occur several times in a batch, with gradients g_1, ..., g_k. Keras
-3 squares each of them, as if each were the gradient of a step of its own; with
-`lazy_rows`, rows are added up first, as tf_keras does:
+Plain Keras' SGD without momentum and Adagrad, both without weight decay, change
+no other rows either. For all other optimizers it is another update, which
+`lazy_rows` asks for (LazyAdam of TensorFlow Addons). If an index occurs several
+times in a batch, with gradients g_1, ..., g_k:
 
     Keras 3      v = ... + g_1^2 + ... + g_k^2
-    lazy_rows    v = ... + (g_1 + ... + g_k)^2
-
-References:
-  LazyAdam of TensorFlow Addons: Adam with `lazy_rows=True` is LazyAdam.
+    lazy_rows    v = ... + (g_1 + ... + g_k)^2      and tf_keras
 """
 
 import contextlib
@@ -76,11 +67,7 @@ def is_exact(optimizer: Optimizer) -> bool:
 class Tables:
   """The embedding tables, whose rows in the batch all members update.
 
-  Every member holds the whole table. The weights of Keras' `Embedding` are
-  tables. `add` declares more tables.
-
-  Attributes:
-    is_lazy: Whether `lazy_rows` is set.
+  They are the weights of Keras' `Embedding`, and what `add` declares.
   """
 
   def __init__(
@@ -89,7 +76,6 @@ class Tables:
     engine: engine_lib.Engine,
     lazy_rows: bool | str,
   ) -> None:
-    """Raises `ValueError` if `lazy_rows` does not work with the optimizer."""
     if lazy_rows:
       check(wrapped, lazy_rows)
     self._wrapped = wrapped
@@ -105,10 +91,7 @@ class Tables:
     return self._update_rows if self._has_rows else None
 
   def is_embedding(self, variable: Variable) -> bool:
-    """Returns whether a variable is of an `Embedding`, or declared.
-
-    Its gradient is row-sparse, unless the loss also uses the whole table.
-    """
+    """Returns whether a variable is of an `Embedding`, or declared."""
     native = variables_lib.native(variable)
     path = variables_lib.path_of(variable)
     return (
@@ -118,22 +101,15 @@ class Tables:
     )
 
   def is_table(self, variable: Variable) -> bool:
-    """Returns whether row-sparse gradients of a variable update its rows only.
-
-    It does not look at the gradient.
-    """
+    """Returns whether row-sparse gradients of a variable update its rows."""
     supports_rows = self._has_rows and not self._engine.is_single_program
     return supports_rows and self.is_embedding(variable)
 
   @property
   def is_by_rows(self) -> bool:
-    """Returns whether the traced step updates only rows in the batch.
-
-    Steps that XLA compiles, and those whose replicas are one program, update
-    all rows. Momentum and weight decay are read in each call, because the user
-    may assign them.
-    """
+    """Returns whether the traced step updates only rows in the batch."""
     optimizer = self._wrapped.base_optimizer
+    # The user may assign momentum and weight decay between two steps.
     has_rows = self.is_lazy or (self._has_rows and is_exact(optimizer))
     is_compiled = fused.is_compiled(optimizer)
     is_static = self._engine.is_single_program or is_compiled
@@ -141,22 +117,16 @@ class Tables:
 
   @property
   def keeps_rows(self) -> bool:
-    """Whether a step reduces row-sparse gradients as they are.
-
-    Replicas of one program have no shapes that depend on data, and a class of
-    your own may have.
-    """
+    """Whether a step reduces row-sparse gradients as they are."""
+    # Replicas of one program have no shapes that depend on data, and a user's
+    # class may have.
     is_static = bool(keras_classes.keras_class(self._wrapped.base_optimizer))
     return self._engine.supports_sparse and (
       is_static or not self._engine.is_single_program
     )
 
   def clips_to_dense(self, variables: Sequence[Variable]) -> bool:
-    """Returns whether clipping by `opt` makes all row-sparse sums dense.
-
-    `variables` are those of a step. In some steps, this package clips instead
-    of Keras, and keeps the sums row-sparse.
-    """
+    """Returns whether clipping by `opt` makes all row-sparse sums dense."""
     is_clipped_here = self.is_by_rows or wrapped_lib.has_several_dtypes(
       variables
     )
@@ -173,13 +143,10 @@ class Tables:
     self._names += var_names
 
   def to_dense(self, grad: Gradient, variable: Variable) -> Gradient:
-    """Returns the dense gradient of a variable that is not a table.
-
-    With `lazy_rows`, a row-sparse gradient is a `ValueError`: a dense one would
-    update rows that are not in the batch.
-    """
+    """Returns the dense gradient of a variable that is not a table."""
     is_sparse = isinstance(grad, tf.IndexedSlices)
     if self.is_lazy and is_sparse and self.is_by_rows:
+      # A dense gradient would update rows that are not in the batch.
       path = variables_lib.path_of(variable)
       raise ValueError(
         f"The gradient of {path} is row-sparse (tf.IndexedSlices), but {path}"
@@ -192,10 +159,7 @@ class Tables:
   def in_force(
     self, sums: Sequence[Gradient], variables: Sequence[Variable]
   ) -> Iterator[Sequence[Gradient]]:
-    """Makes the user's optimizer update only the rows of row-sparse sums.
-
-    Yields the sums. With `lazy_rows`, rows of the same index are added up.
-    """
+    """Makes the user's optimizer update only rows; yields the sums."""
     if not self.is_by_rows:
       yield (
         list(map(row_sparse.to_dense, sums, variables))
@@ -223,11 +187,7 @@ class Tables:
     variable: Variable,
     *rate: Any,
   ) -> None:
-    """Runs the optimizer's own `update_step` on the rows in the batch.
-
-    `variable` is the table W, `grad` has the rows g, and `rate` is the learning
-    rate, if Keras passes it to `update_step`.
-    """
+    """Runs the optimizer's own `update_step` on the rows in the batch."""
     optimizer = self._wrapped.base_optimizer
     if not self.is_by_rows:
       update_step(grad, variable, *rate)

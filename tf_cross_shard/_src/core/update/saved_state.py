@@ -111,11 +111,9 @@ class PlainState:
     places: Sequence[tuple[int, int | None]],
     engine: engines.Engine,
   ) -> None:
-    """Finds where `wrapped`, which is built, keeps the state of each weight.
-
-    A place is the index of the variable of `wrapped` that holds the weight, and
-    the weight's first element in the joined shards, or None for a table.
-    """
+    """Finds where `wrapped`, which is built, keeps the state of each weight."""
+    # A place is the index of the variable of `wrapped` that holds the weight,
+    # and the weight's first element in the joined shards, or None for a table.
     # One copy of the template is enough: creating a copy for each replica takes
     # four times as long.
     with variables_lib.outside_of_strategies():

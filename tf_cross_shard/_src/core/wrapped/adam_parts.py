@@ -1,13 +1,10 @@
 """Adam's update of variables of medium size, by kernels of its parts.
 
-TensorFlow's kernel of Adam divides a variable among threads as if each element
-cost as much as the whole variable. So a call hands out four blocks for each
-thread, and waits for all of them. For 512 to 8,192 elements, this takes 0.75 to
-1.1 of the time of Keras' operations with 2 threads, and 1.6 to 2.1 with 16
-(`benchmarks/update.py --parts=sizes`). Up to about 64 elements, the kernel asks
-for no threads.
-
-Three kernels compute the same formula in 0.6 to 0.76 of Keras' time, with 2 and
+TensorFlow's kernel of Adam hands out four blocks for each thread, however small
+a variable is, and waits for all of them. For 512 to 8,192 elements, this takes
+0.75 to 1.1 of the time of Keras' operations with 2 threads, and 1.6 to 2.1 with
+16 (`benchmarks/update.py --parts=sizes`). Up to about 64 elements, the kernel
+asks for no threads. Three kernels take 0.6 to 0.76 of Keras' time, with 2 and
 with 16 threads, because a kernel computes and assigns at once:
 
     m -= (1 - beta_1) * (m - g)            GradientDescent

@@ -1,10 +1,8 @@
 """Faster update steps: one TensorFlow kernel instead of Keras' operations.
 
-Keras computes an update in about twenty operations over a whole variable. For
-many optimizers TensorFlow has one kernel with the same formula, which reads and
-writes each number only once. While gradients are applied, the kernel replaces
-the optimizer's `update_step`. Everything else in the optimizer (weight decay,
-moving averages, accumulation, loss scaling) runs as usual.
+Keras computes an update in about twenty operations over a whole variable. A
+kernel reads and writes each number once. It replaces `update_step` during a
+step; everything else in the optimizer runs as usual.
 """
 
 import contextlib
@@ -168,11 +166,7 @@ def updating(
   wanted: bool | None,
   row_step: Callable[..., None] | None,
 ) -> contextlib.AbstractContextManager[None]:
-  """Returns a context in which kernels or `row_step` update variables.
-
-  `row_step` does the updates by row-sparse gradients; its first argument is the
-  optimizer's own `update_step`, which does them if `row_step` is None.
-  """
+  """Returns a context in which kernels or `row_step` update variables."""
   overridden: dict[str, Any] = {}
   if single_program.are_models(keras_private.strategy(optimizer)):
     overridden = keras_private.with_static_shapes(optimizer)
@@ -187,10 +181,7 @@ def updating(
 
 
 class _UpdateStep:
-  """What replaces `update_step` of the optimizer during one step.
-
-  The scalars are computed once for all variables of a dtype.
-  """
+  """What replaces `update_step` of the optimizer during one step."""
 
   def __init__(
     self,
@@ -205,7 +196,7 @@ class _UpdateStep:
     self._index = index
     self._row_step = row_step
     self._plain = plain
-    # The scalars of the kernel and of its parts, by dtype and graph.
+    # The scalars of the kernel and of its parts, once for a dtype and graph.
     self._scalars: dict[Any, Any] = {}
 
   def update(self, gradient: Any, variable: Any, *rate: Any) -> None:

@@ -1,8 +1,7 @@
 """Access to private attributes of Keras models and optimizers.
 
-Each function accepts objects of Keras 3 and of tf_keras. If one of them lacks
-an attribute, such as a loss scale in Keras 3, the function returns an empty
-value.
+Each function accepts objects of Keras 3 and of tf_keras, and returns an empty
+value if one of them lacks an attribute.
 """
 
 # ruff: noqa: SLF001  # This file is about private names of Keras.
@@ -37,10 +36,7 @@ def keras_of(model: Any) -> Any:
 
 
 def overrides(model: Any, methods: Sequence[str]) -> bool:
-  """Returns whether the class of a model replaces any of Keras' methods.
-
-  A method that this Keras lacks counts if the class adds it.
-  """
+  """Returns whether the class of a model replaces or adds any methods."""
   base, kind = keras_of(model).Model, type(model)
   return any(
     getattr(kind, method, None) is not getattr(base, method, None)
@@ -102,13 +98,9 @@ def trained(optimizer: Optimizer) -> list[Variable]:
 
 
 def children(optimizer: Optimizer) -> dict[str, Any]:
-  """Returns the objects that a checkpoint saves of an optimizer, by name.
-
-  tf_keras caches its first answer, which lacks what `build` creates later. So
-  this function clears the cache. If the optimizer is a LossScaleOptimizer, it
-  also clears the cache of the optimizer inside, because a LossScaleOptimizer
-  has the children of both.
-  """
+  """Returns the objects that a checkpoint saves of an optimizer, by name."""
+  # tf_keras caches its first answer, which lacks what `build` creates later. A
+  # LossScaleOptimizer also has the children of the optimizer inside.
   for layer in (optimizer, getattr(optimizer, "inner_optimizer", None)):
     if layer is not None:
       layer.__dict__.pop("_coalesced_children", None)
@@ -122,12 +114,9 @@ def has_waiting(optimizer: Optimizer, name: str) -> bool:
 
 
 def arguments_of_fit() -> Mapping[str, Any]:
-  """Returns the local variables of the Keras `fit` that calls this package.
-
-  This looks at call frames. They decide what is logged and printed, and that
-  monitoring the validation of a `fit` without validation data is an error. An
-  unknown frame changes nothing: the result is empty.
-  """
+  """Returns the local variables of the Keras `fit` that calls this package."""
+  # Call frames decide what is logged and printed, and that monitoring the
+  # validation of a `fit` without validation data is an error.
   frame: types.FrameType | None = sys._getframe(1)
   while frame is not None:
     names = {"validation_data", "epochs", "callbacks"}
@@ -166,11 +155,7 @@ def show_averages(loss_scaler: Any, averages: list[Variable]) -> None:
 
 
 def with_static_shapes(optimizer: Any) -> dict[str, Any]:
-  """Returns methods that update by row-sparse gradients with static shapes.
-
-  They compute the same numbers as the methods with these names, which use
-  operations whose results have shapes that depend on data.
-  """
+  """Returns methods that update by row-sparse gradients with static shapes."""
   if hasattr(optimizer, _MERGE_ROWS):
     # tf_keras' updates by dense gradients and by merged rows are the same.
     return {_MERGE_ROWS: lambda grads: list(map(tf.convert_to_tensor, grads))}
@@ -189,10 +174,9 @@ def with_static_shapes(optimizer: Any) -> dict[str, Any]:
 
 
 class _StaticOps:
-  """Keras' `ops`, with a division of row-sparse gradients by dense tensors.
+  """Keras' `ops`, with another division of row-sparse gradients.
 
-  Keras' own division looks for zeros and NaN in all of the divisor, which
-  decide the shape of its result. This one divides the rows of the gradient.
+  Keras' own division has a shape that depends on zeros and NaN in the divisor.
   """
 
   def __init__(self, ops: Any) -> None:
@@ -211,10 +195,7 @@ class _StaticOps:
 
 
 def loss_scale(optimizer: Optimizer) -> list[Variable]:
-  """Returns the loss scale of tf_keras and the count of its good steps.
-
-  tf_keras does not list these two variables in `optimizer.variables`.
-  """
+  """Returns the loss scale of tf_keras and the count of its good steps."""
   scale = getattr(optimizer, "_loss_scale", None)
   names = ("current_loss_scale", "counter")
   both = (getattr(scale, name, None) for name in names)
@@ -227,21 +208,16 @@ _OF_SCHEDULE: Final = "_current_learning_rate"
 
 
 def listed(optimizer: Optimizer) -> list[Variable]:
-  """Returns the variables that an optimizer lists.
-
-  `variables` is a property, or a method in optimizers of TensorFlow 1.
-  """
+  # `variables` is a property, or a method in optimizers of TensorFlow 1.
   variables = getattr(optimizer, "variables", ())
   return list(variables() if callable(variables) else variables)
 
 
 def unlisted(optimizer: Optimizer) -> list[Variable]:
-  """Returns variables that an optimizer does not list, except learning rates.
-
-  tf_keras does not list the loss scale, and variables that the optimizer
-  creates without `add_variable`, such as Nadam's product of momentums. Keras 3
-  lists all variables, except while a LossScaleOptimizer builds the optimizer.
-  """
+  """Returns variables, but no rates, that an optimizer does not list."""
+  # tf_keras does not list the loss scale, and what is created without
+  # `add_variable`, such as Nadam's product of momentums. Keras 3 lists all,
+  # except while a LossScaleOptimizer builds the optimizer.
   rates = rates_and_schedules(optimizer)
   known = {id(value) for value in (*listed(optimizer), *rates)}
   return [

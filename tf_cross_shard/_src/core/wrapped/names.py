@@ -1,8 +1,6 @@
 """Names of an optimizer's variables that are the same in every program.
 
-Keras puts numbers into names, such as `dense_7`. These numbers depend on what
-a program has created before, so a different program would not find the same
-names.
+Keras' numbers in names, as in `dense_7`, depend on what was created before.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +22,10 @@ def unique(names: Sequence[str]) -> list[str]:
 def stable_names(
   paths_of_variables: Iterable[str], trained: Sequence[Variable]
 ) -> list[str]:
-  """Returns names without numbers that depend on earlier objects of a program.
-
-  Keras 3 names a slot after its variable, which is among the trained ones:
-  "adam/dense_7_kernel_momentum" is a slot of "dense_7/kernel". The result for
-  this slot would be "adam/dense/kernel/momentum". Other variables have the
-  whole path at the end: "gradient_sum/dense_7/kernel" becomes
-  "gradient_sum/dense/kernel".
-  """
+  """Returns names without numbers that depend on earlier objects."""
+  # For a trained variable "dense_7/kernel":
+  #   adam/dense_7_kernel_momentum  ─▶  adam/dense/kernel/momentum
+  #   gradient_sum/dense_7/kernel   ─▶  gradient_sum/dense/kernel
   trained_paths = list(map(variables_lib.path_of, trained))
   renumbered = variables_lib.renumbered(trained_paths)
   stable_of_path = dict(zip(trained_paths, renumbered, strict=True))
@@ -58,10 +52,7 @@ def stable_names(
 
 
 def _with_stable_end(path: str, stable_of_path: Mapping[str, str]) -> str:
-  """Replaces a trained variable's path at the end of a path, if there is one.
-
-  If several trained variables fit, the longest path is replaced.
-  """
+  """Replaces the longest path of a trained variable at the end of a path."""
   parts_of_path = path.split("/")
   for start in range(len(parts_of_path)):
     stable = stable_of_path.get("/".join(parts_of_path[start:]))

@@ -14,11 +14,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 def nested_optimizers(optimizer: Optimizer) -> Iterator[Any]:
-  """Yields an optimizer and all optimizers inside it, outermost first.
-
-  The optimizers of a MultiOptimizer follow the MultiOptimizer. A list stands
-  for all of its optimizers.
-  """
+  """Yields an optimizer, or a list's, and all inside it, outermost first."""
   if isinstance(optimizer, list):
     for each in optimizer:
       yield from nested_optimizers(each)
@@ -44,12 +40,7 @@ def sharded_state(optimizer: Optimizer) -> Any:
 def groups_of(
   optimizer: Optimizer, strategy: tf.distribute.Strategy | None = None
 ) -> groups_lib.Groups:
-  """Returns the groups of an optimizer.
-
-  An optimizer that has no groups trains one group of all replicas, or each
-  model by itself. `strategy` is the strategy of the variables; by default, that
-  of the optimizer.
-  """
+  """Returns the groups of an optimizer; `strategy` is the variables'."""
   made_in = strategy
   for nested in nested_optimizers(optimizer):
     groups = getattr(nested, "groups", None)
@@ -67,11 +58,8 @@ def groups_of(
 
 
 def rate_variables(optimizer: Optimizer) -> list[Variable]:
-  """Returns the variables of all learning rates that are in use.
-
-  Keras 3's LossScaleOptimizer also has its own learning rate, but does not use
-  it: it uses the learning rate of its wrapped optimizer.
-  """
+  """Returns the variables of all learning rates that are in use."""
+  # Keras 3's LossScaleOptimizer does not use its own learning rate.
   return variables_lib.each_once(
     variable
     for nested in nested_optimizers(optimizer)

@@ -4,9 +4,8 @@
     slots [n, w]    ── gather ─▶ rows [k, w] ─┼─ opt.update_step ─▶ scatter back
     gradient's rows ──────────────────────────┘
 
-Here, k of the n rows are in the batch. So an optimizer of any class
-computes its own formula, at a cost that depends on k and not on n. The update
-of an element must depend only on that element.
+Here, k of the n rows are in the batch. The update of an element must depend
+only on that element.
 """
 
 import contextlib
@@ -22,11 +21,7 @@ from tf_cross_shard._src.core.wrapped import overriding
 
 
 class Rows:
-  """Rows of this replica's copy of a variable.
-
-  An optimizer reads and assigns this object like a variable. `write` stores the
-  rows.
-  """
+  """Rows of this replica's copy of a variable, until `write` stores them."""
 
   trainable = True
 
@@ -58,7 +53,6 @@ class Rows:
     return self._value
 
   def assign(self, value: Any) -> None:
-    """Replaces the rows. `write` stores them in the variable."""
     self._value = tf.cast(value, self.dtype)
 
   def assign_add(self, value: Any) -> None:
@@ -99,11 +93,7 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "neg"):
 def gathered(
   wrapped: wrapped_lib.WrappedOptimizer, variable: Variable, indices: tf.Tensor
 ) -> Iterator[Rows]:
-  """Replaces each slot of a variable with its rows, inside the context.
-
-  Yields the rows of the variable itself, at unique indices. The end of the
-  context stores the rows of the variable and of its slots.
-  """
+  """Replaces slots with their rows; yields the variable's, and stores all."""
   optimizer = wrapped.base_optimizer
   index, count = wrapped.index(variable), len(wrapped.places)
   attributes = vars(optimizer)
