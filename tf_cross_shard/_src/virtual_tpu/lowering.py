@@ -15,6 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import resource_variable_ops
 
+from tf_cross_shard._src.core import variables
 from tf_cross_shard._src.virtual_tpu import hlo
 
 _lock: Final = threading.Lock()
@@ -108,7 +109,8 @@ class Program:
 
 
 def check_dense(value: Any) -> None:
-  if tf.is_tensor(value) and not isinstance(value, (tf.Tensor, tf.Variable)):
+  is_dense = isinstance(value, tf.Tensor) or variables.is_variable(value)
+  if tf.is_tensor(value) and not is_dense:
     raise TPUCompileError(
       f"A TPU takes dense tensors only; got a {type(value).__name__}. Convert"
       " it outside `strategy.run`."
