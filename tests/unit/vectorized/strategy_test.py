@@ -298,9 +298,12 @@ class TestOperationsWithoutConverter:
 
 def test_whole_batches(strategy: VectorizedStrategy) -> None:
   data = tf.data.Dataset.range(12).batch(5)
-  elements = list(strategy.experimental_distribute_dataset(data))
-  last = testbed.per_replica_results(strategy, elements[-1])
-  assert last == [[10, 11]] * N
+  for batches in (
+    strategy.experimental_distribute_dataset(data),
+    strategy.distribute_datasets_from_function(lambda _: data),
+  ):
+    last = testbed.per_replica_results(strategy, list(batches)[-1])
+    assert last == [[10, 11]] * N
 
 
 def test_fit_takes_booleans_and_strings(strategy: VectorizedStrategy) -> None:
