@@ -116,7 +116,10 @@ def test_tf_keras_state_includes_loss_scale() -> None:
   assert more == {"current_loss_scale", "good_steps"}
 
 
-@pytest.mark.parametrize("what", [None, "adam", 3, tf.Module])
+@pytest.mark.parametrize(
+  "what",
+  [None, "adam", 3, tf.Module, tf.compat.v1.train.AdamOptimizer],
+)
 def test_other_objects_raise_type_error(what: Any) -> None:
   what = what() if callable(what) else what
   with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):

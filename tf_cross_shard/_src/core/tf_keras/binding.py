@@ -28,7 +28,7 @@ class TfKerasBinding(binding.Binding):
   def deserialize(self, config: Any, custom_objects: Any) -> Any:
     settings = config["config"]
     wrapped = settings.get("inner_optimizer")
-    if wrapped and wrapped["config"].get("is_legacy_optimizer") is False:
+    if wrapped:
       # A LossScaleOptimizer would make Keras 3's Lion and Adafactor.
       wrapped = self.deserialize(wrapped, custom_objects)
       config = {**config, "config": {**settings, "inner_optimizer": wrapped}}

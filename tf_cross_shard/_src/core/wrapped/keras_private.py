@@ -208,9 +208,7 @@ _OF_SCHEDULE: Final = "_current_learning_rate"
 
 
 def listed(optimizer: Optimizer) -> list[Variable]:
-  # `variables` is a property, or a method in optimizers of TensorFlow 1.
-  variables = getattr(optimizer, "variables", ())
-  return list(variables() if callable(variables) else variables)
+  return list(getattr(optimizer, "variables", ()))
 
 
 def unlisted(optimizer: Optimizer) -> list[Variable]:

@@ -100,11 +100,12 @@ def _variables_of_rate(rate: Any, optimizer: Optimizer) -> Iterator[Variable]:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-  if not hasattr(optimizer, "variables") or not (
-    hasattr(optimizer, "apply_gradients")
+  keras_private.check_not_legacy(optimizer, "optimizer")
+  # Optimizers of TensorFlow 1 have no `build`.
+  if not (
+    hasattr(optimizer, "build") and hasattr(optimizer, "apply_gradients")
   ):
     raise TypeError(
       "`optimizer` must be a Keras optimizer; got"
       f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
     )
-  keras_private.check_not_legacy(optimizer, "optimizer")
