@@ -72,7 +72,7 @@ MUTANTS = [
   ("replica_state/paths.py", "replica_state/archive", "os.fsync(local.fileno())", "pass"),
   ("backup/backup_files.py", "backup/backup", "self._backups()[:-keep]", "self._backups()[: 1 - keep]"),
   ("multi_worker/even_batches.py", "multi_worker/even_batches", "batches = dataset.repeat()", "batches = dataset"),
-  ("migration/checkpoints.py", "migration/checkpoints", "_factor_of_momentum(base_optimizer) if is_sgd and not is_idle else 1.0", "1.0"),
+  ("migration/checkpoints.py", "migration/checkpoints", "_factor_of_momentum(base_optimizer, step)", "1.0"),
 ]
 # fmt: on
 
