@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import record, tape
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
@@ -144,7 +145,12 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
 
   def _read_variable_op(self, no_copy: bool = False) -> tf.Tensor:
     if _in_replica():
-      return super()._read_variable_op(no_copy)
+      value = super()._read_variable_op(no_copy)
+      # tf_keras asks for the sum to compute the result of a metric.
+      asks = distribute_lib.in_variable_sync_on_read_context()
+      if asks and self.is_summed_on_reading:
+        return tf.distribute.get_replica_context().combine(value)
+      return value
     resource_variable_ops.variable_accessed(self)
     with record.stop_recording():
       value = self._read_on_host()

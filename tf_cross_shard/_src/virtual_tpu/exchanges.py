@@ -23,6 +23,8 @@ from tf_cross_shard._src.vectorized.vectorizer import (
 # that it can lower for CPUs, so the graph contains a sum in this name scope,
 # which stands for the exchange.
 ALL_TO_ALL: Final = "CrossReplicaAllToAll"
+# The name scope in which replicas combine what they read of a variable.
+COMBINED: Final = "CombinedRead"
 
 
 def cross_replica_sum(
@@ -81,6 +83,12 @@ class DataParallelContext(replica_context.TracedReplicaContext):
     if tf.get_static_value(tensor) is not None:
       return tensor
     return gather(tensor, self._all, 1)[0]
+
+  def combine(self, value: tf.Tensor) -> tf.Tensor:
+    """Returns the sum of what replicas read of a variable."""
+    with tf.name_scope(COMBINED):
+      combined: tf.Tensor = self.all_reduce("SUM", value)
+    return combined
 
   @property
   def _all(self) -> list[list[int]]:

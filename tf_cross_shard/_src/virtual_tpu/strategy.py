@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.vectorized import arguments
 from tf_cross_shard._src.vectorized import strategy as strategy_lib
-from tf_cross_shard._src.virtual_tpu import data_parallel, lowering
+from tf_cross_shard._src.virtual_tpu import data_parallel, exchanges, lowering
 
 # The programs that `run` traces for `compile_for`; None otherwise.
 _recorded: Final = contextvars.ContextVar[Any]("programs", default=None)
@@ -19,13 +19,6 @@ class VirtualTPUExtended(data_parallel.DataParallelExtended):
   """Lowers each program before it runs."""
 
   _for_xla = True
-  # Keras asks a TPUStrategy for these.
-  num_hosts = steps_per_run = 1
-
-  def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
-    super().__init__(strategy, num_copies)
-    # TensorFlow then requires static shapes of datasets, as for a TPU.
-    self._require_static_shapes = True
 
   def _results(
     self, function: Any, structure: Any, given: arguments.Arguments
@@ -42,17 +35,19 @@ class VirtualTPUExtended(data_parallel.DataParallelExtended):
       )
     if program.has_known_shapes:
       program.lower()
-    return super()._results(function, structure, given)
+    results = super()._results(function, structure, given)
+    graph = function.graph.as_graph_def().SerializeToString()
+    if exchanges.COMBINED.encode() not in graph:
+      return results
+    # tf_keras adds up what replicas return, but no tensors, which metrics of
+    # all replicas are under MirroredStrategy.
+    shared = arguments.Layout.SHARED
+    return tf.nest.map_structure(
+      lambda x: x.tensor if getattr(x, "layout", None) == shared else x, results
+    )
 
 
-class TPUStrategyByName:
-  """Makes Keras treat a strategy as a TPUStrategy, by the name of a base class.
-
-  tf_keras then aggregates metrics when replicas write them, as on TPUs.
-  """
-
-
-class VirtualTPUStrategy(strategy_lib.OneProgramStrategy, TPUStrategyByName):
+class VirtualTPUStrategy(strategy_lib.OneProgramStrategy):
   """Trains one model on n data-parallel replicas, as one program on one device.
 
   Use it like `tf.distribute.TPUStrategy`: the replicas share each batch and
