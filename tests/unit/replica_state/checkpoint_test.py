@@ -172,7 +172,7 @@ def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
     with trained.strategy.scope():
       trained.model.compile(trained.optimizer, "mse", metrics=["mae"])
     if not names:
-      trained.model.evaluate(np.ones([4, 4]), np.ones([4, 2]), verbose=0)
+      trained.model.evaluate(np.ones([4, 4]), np.ones([4, 2]), 4, verbose=0)
       assert trained.model.metrics_variables
     trained.save(tmp_path / "a")
     found, about = _read(tmp_path / "a")

@@ -19,6 +19,12 @@ def _gradient_descent(x: Values) -> dict[str, Any]:
   return {"var": x["var"] - x["alpha"] * x["delta"]}
 
 
+def _momentum(x: Values) -> dict[str, Any]:
+  accum = x["momentum"] * x["accum"] + x["grad"]
+  step = x["grad"] + x["momentum"] * accum if x["use_nesterov"] else accum
+  return {"accum": accum, "var": x["var"] - x["lr"] * step}
+
+
 def _keras_momentum(x: Values) -> dict[str, Any]:
   step = x["lr"] * x["grad"]
   accum = x["momentum"] * x["accum"] - step
@@ -90,9 +96,11 @@ def _ftrl(x: Values) -> dict[str, Any]:
 
 _FORMULAS: Final[dict[str, Callable[[Values], dict[str, Any]]]] = {
   "GradientDescent": _gradient_descent,
+  "Momentum": _momentum,
   "KerasMomentum": _keras_momentum,
   "Adam": _adam,
   "AdaMax": _adamax,
+  "Adagrad": _adagrad,
   "AdagradV2": _adagrad,
   "RMSProp": _rmsprop,
   "CenteredRMSProp": _rmsprop,
