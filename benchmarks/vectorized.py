@@ -132,7 +132,7 @@ def _compiled(case: Case, optimizer: Any, jit: bool) -> Any:
 def _vectorized(case: Case) -> Any:
   rates = np.geomspace(1e-3, 1e-2, case.models).tolist()
   with VectorizedStrategy(case.models).scope():
-    adam = tf.keras.optimizers.Adam(schedules.PerGroup(rates))
+    adam = tf.keras.optimizers.Adam(schedules.PerModel(rates))
     return _compiled(case, CrossShardOptimizer(adam), case.jit)
 
 

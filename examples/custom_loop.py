@@ -53,7 +53,7 @@ def main() -> None:
     )
     # Make the slots before the step is traced, because they are variables.
     optimizer.build(model.trainable_variables)
-    # Only `GroupMetrics` needs this. The loop uses the loss below.
+    # Only `PerModelMetrics` needs this. The loop uses the loss below.
     model.compile(
       optimizer,
       tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -84,7 +84,7 @@ def main() -> None:
     clipped = strategy.run(replica_step, (images, labels))
     return strategy.reduce("MEAN", clipped, axis=None)
 
-  metrics = callbacks.GroupMetrics(test)
+  metrics = callbacks.PerModelMetrics(test)
   metrics.set_model(model)
   steps = len(train)
   batches = iter(strategy.experimental_distribute_dataset(train.repeat()))
@@ -96,7 +96,7 @@ def main() -> None:
       f"epoch {epoch + 1}: {clipped / steps:.0%} of the gradients clipped; test"
       " accuracy",
       *(
-        f"{logs[f'val_accuracy/group_{i}']:.2%}"
+        f"{logs[f'val_accuracy/model_{i}']:.2%}"
         for i in range(assignment.num_groups)
       ),
     )

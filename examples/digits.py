@@ -94,7 +94,7 @@ def fit_all(rates: Sequence[float]) -> tuple[np.ndarray, list[float], float]:
   Returns the accuracies, by epoch and model, those of the mean prediction of
   all models, and the cost.
   """
-  names = [f"val_accuracy/group_{i}" for i in range(len(rates))]
+  names = [f"val_accuracy/model_{i}" for i in range(len(rates))]
 
   def report(epoch: int, logs: Any) -> None:
     found = [logs[name] for name in names]
@@ -106,10 +106,10 @@ def fit_all(rates: Sequence[float]) -> tuple[np.ndarray, list[float], float]:
   with VectorizedStrategy(len(rates)).scope():
     history, seconds = fit(
       lambda adam: adam,  # Plain Keras: the strategy trains the models.
-      schedules.PerGroup(list(rates)),
-      validation_data=None,  # GroupMetrics evaluates all, and their mean.
+      schedules.PerModel(list(rates)),
+      validation_data=None,  # PerModelMetrics evaluates all, and their mean.
       callbacks=[
-        callbacks.GroupMetrics(test),
+        callbacks.PerModelMetrics(test),
         tf.keras.callbacks.LambdaCallback(on_epoch_end=report),
       ],
     )

@@ -83,7 +83,7 @@ def main() -> None:
     steps_per_epoch=len(train),
     shuffle=False,  # The dataset is shuffled already.
     verbose=0,
-    callbacks=[callbacks.GroupMetrics(test)],
+    callbacks=[callbacks.PerModelMetrics(test)],
   ).history
   for name, values in history.items():
     if name.startswith("val_accuracy/"):  # Of each group, and of their mean.

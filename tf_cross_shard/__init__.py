@@ -44,7 +44,7 @@ from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 if _typing.TYPE_CHECKING:  # For editors: the common base class.
   from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
   from tf_cross_shard._src.towers.tower_optimizer import TowerOptimizer
-  from tf_cross_shard._src.vectorized.arguments import per_replica
+  from tf_cross_shard._src.vectorized.arguments import per_model
   from tf_cross_shard._src.vectorized.strategy import VectorizedStrategy
 # Importing the classes also registers them with Keras, for programs that only
 # load a model.
@@ -72,7 +72,7 @@ __all__ = [
   "local_strategy",
   "migration",
   "per_group",
-  "per_replica",
+  "per_model",
   "replica_state",
   "replicate_model_fn",
   "schedules",
@@ -81,7 +81,7 @@ __all__ = [
 # Modules that many programs do not need. They are imported on first use.
 _LATER = ("keras3", "multi_worker", "tf_keras", "virtual_tpu")
 # What needs private modules of TensorFlow, by the module that has it.
-_VECTORIZED = {"VectorizedStrategy": "strategy", "per_replica": "arguments"}
+_VECTORIZED = {"VectorizedStrategy": "strategy", "per_model": "arguments"}
 
 
 def __getattr__(name: str) -> _typing.Any:

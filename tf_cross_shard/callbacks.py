@@ -4,18 +4,18 @@ Keras' own callbacks see one model: they read the weights of replica 0 and
 metrics that are averaged over all groups. The callbacks of this module treat
 every group as a separate model.
 
-- `GroupMetrics`: evaluates each group; writes `val_loss/group_0`, ...
-- `GroupEarlyStopping`: stops `fit` once no group is improving
-- `GroupReduceLROnPlateau`: lowers each group's own learning rate
-- `GroupCheckpoint`: keeps each group's best weights in one file
-- `GroupTensorBoard`: writes one TensorBoard run for each group
+- `PerModelMetrics`: evaluates each group; writes `val_loss/model_0`, ...
+- `PerModelEarlyStopping`: stops `fit` once no group is improving
+- `PerModelReduceLROnPlateau`: lowers each group's own learning rate
+- `PerModelCheckpoint`: keeps each group's best weights in one file
+- `PerModelTensorBoard`: writes one TensorBoard run for each group
 - `OptunaSearch`: trains the trials of an Optuna study in the groups
 - `OuterOptimizer`: synchronizes the groups every few steps (DiLoCo)
 - `BackupAndRestore`: resumes `fit` after a crash
 
-Put `GroupMetrics` first in the list of callbacks, because the callbacks after
-it read the metrics that it writes, and put `BackupAndRestore` last.
-`OuterOptimizer` and `BackupAndRestore` need no `GroupMetrics`.
+Put `PerModelMetrics` first in the list of callbacks: the callbacks after it
+read the metrics that it writes, and put `BackupAndRestore` last.
+`OuterOptimizer` and `BackupAndRestore` need no `PerModelMetrics`.
 
 Train two groups with two learning rates. Each group gets back the weights of
 its own best epoch (group 0 diverges, because its learning rate is too large):
@@ -27,17 +27,17 @@ its own best epoch (group 0 diverges, because its learning rate is too large):
 ...   model = tf.keras.Sequential(
 ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
 ...   )
-...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([2.0, 0.01]))
+...   sgd = tf.keras.optimizers.SGD(schedules.PerModel([2.0, 0.01]))
 ...   model.compile(
 ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
 ...   )
 >>> x = np.ones([4, 1], "float32")
->>> stop = callbacks.GroupEarlyStopping(patience=2)
+>>> stop = callbacks.PerModelEarlyStopping(patience=2)
 >>> _ = model.fit(
 ...   *(x, 5 * x),
 ...   epochs=4,
 ...   verbose=0,
-...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), stop],
+...   callbacks=[callbacks.PerModelMetrics((x, 5 * x)), stop],
 ... )
 >>> stop.best_epoch
 [0, 3]
@@ -51,21 +51,25 @@ these calls.
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.backup.backup import BackupAndRestore
-from tf_cross_shard._src.fit.group_checkpoint import GroupCheckpoint
-from tf_cross_shard._src.fit.group_early_stopping import GroupEarlyStopping
-from tf_cross_shard._src.fit.group_metrics import GroupMetrics
-from tf_cross_shard._src.fit.group_reduce_lr import GroupReduceLROnPlateau
-from tf_cross_shard._src.fit.group_tensorboard import GroupTensorBoard
+from tf_cross_shard._src.fit.per_model_checkpoint import PerModelCheckpoint
+from tf_cross_shard._src.fit.per_model_early_stopping import (
+  PerModelEarlyStopping,
+)
+from tf_cross_shard._src.fit.per_model_metrics import PerModelMetrics
+from tf_cross_shard._src.fit.per_model_reduce_lr import (
+  PerModelReduceLROnPlateau,
+)
+from tf_cross_shard._src.fit.per_model_tensorboard import PerModelTensorBoard
 from tf_cross_shard._src.islands.outer_optimizer import OuterOptimizer
 from tf_cross_shard._src.search.optuna_search import OptunaSearch
 
 __all__ = [
   "BackupAndRestore",
-  "GroupCheckpoint",
-  "GroupEarlyStopping",
-  "GroupMetrics",
-  "GroupReduceLROnPlateau",
-  "GroupTensorBoard",
+  "PerModelCheckpoint",
+  "PerModelEarlyStopping",
+  "PerModelMetrics",
+  "PerModelReduceLROnPlateau",
+  "PerModelTensorBoard",
   "OptunaSearch",
   "OuterOptimizer",
 ]

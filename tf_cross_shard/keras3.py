@@ -1,7 +1,7 @@
 """The optimizers, the schedule and the layers of this package for Keras 3.
 
 You usually do not need this module: `tf_cross_shard.CrossShardOptimizer`,
-`TowerOptimizer`, `schedules.PerGroup` and the classes of `layers`
+`TowerOptimizer`, `schedules.PerModel` and the classes of `layers`
 already match whichever Keras `tf.keras` refers to. Import from this module if
 your program imports `keras` while `tf.keras` is tf_keras
 (TF_USE_LEGACY_KERAS=1):
@@ -21,7 +21,7 @@ _versions.check_keras3()
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core.keras3.classes import (
   CrossShardOptimizer,
-  PerGroup,
+  PerModel,
 )
 from tf_cross_shard._src.layers.keras3 import (
   Embedding,
@@ -34,7 +34,7 @@ __all__ = [
   "CrossShardOptimizer",
   "Embedding",
   "GroupDropout",
-  "PerGroup",
+  "PerModel",
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]

@@ -1,11 +1,11 @@
 """Learning rates and other numbers that differ between groups.
 
-- `PerGroup`: a learning rate schedule with one learning rate for each group
+- `PerModel`: a learning rate schedule with one learning rate for each group
 - `per_group`: returns the value for the group of the calling replica
 - `as_group`: a context in which `per_group` returns one group's value
 
-`PerGroup` subclasses the schedule class of `tf.keras`.
-`tf_cross_shard.keras3.PerGroup` and `tf_cross_shard.tf_keras.PerGroup` are the
+`PerModel` subclasses the schedule class of `tf.keras`.
+`tf_cross_shard.keras3.PerModel` and `tf_cross_shard.tf_keras.PerModel` are the
 versions for Keras 3 and tf_keras.
 
 Try four learning rates in one `fit`, one in each group:
@@ -14,7 +14,7 @@ Try four learning rates in one `fit`, one in each group:
 >>> from tf_cross_shard import CrossShardOptimizer, groups, schedules
 >>> devices = [f"CPU:{i}" for i in range(4)]
 >>> with tf.distribute.MirroredStrategy(devices).scope():
-...   rates = schedules.PerGroup([0.1, 0.03, 0.01, 0.003])
+...   rates = schedules.PerModel([0.1, 0.03, 0.01, 0.003])
 ...   optimizer = CrossShardOptimizer(
 ...     tf.keras.optimizers.Adam(rates), group_assignment=groups.singletons(4)
 ...   )
@@ -25,9 +25,9 @@ from tf_cross_shard._src.core import versions as _versions
 from tf_cross_shard._src.core.group_context import as_group, per_group
 
 if _versions.uses_tf_keras():
-  from tf_cross_shard._src.core.tf_keras.classes import PerGroup
+  from tf_cross_shard._src.core.tf_keras.classes import PerModel
 else:
-  from tf_cross_shard._src.core.keras3.classes import PerGroup
+  from tf_cross_shard._src.core.keras3.classes import PerModel
 
-__all__ = ["PerGroup", "as_group", "per_group"]
+__all__ = ["PerModel", "as_group", "per_group"]
 __dir__ = _catalogue.publish(globals())

@@ -1,7 +1,7 @@
 """The optimizers, the schedule and the layers of this package for tf_keras.
 
 tf_keras is Keras 2. You usually do not need this module:
-`tf_cross_shard.CrossShardOptimizer`, `TowerOptimizer`, `schedules.PerGroup` and
+`tf_cross_shard.CrossShardOptimizer`, `TowerOptimizer`, `schedules.PerModel` and
 the classes of `layers` already match whichever Keras `tf.keras` refers to.
 Import from this module if your program imports `tf_keras` while `tf.keras` is
 Keras 3:
@@ -22,7 +22,7 @@ _versions.check_tf_keras()
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core.tf_keras.classes import (
   CrossShardOptimizer,
-  PerGroup,
+  PerModel,
 )
 from tf_cross_shard._src.layers.tf_keras import (
   Embedding,
@@ -35,7 +35,7 @@ __all__ = [
   "CrossShardOptimizer",
   "Embedding",
   "GroupDropout",
-  "PerGroup",
+  "PerModel",
   "SyncBatchNormalization",
   "TowerOptimizer",
 ]

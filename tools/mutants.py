@@ -63,12 +63,12 @@ MUTANTS = [
   # Kernels, and numbers by model.
   ("core/wrapped/fused.py", "core/wrapped/fused", "optimizer.iterations) + 1", "optimizer.iterations)"),
   ("core/wrapped/overriding.py", "core/wrapped/fused", "        present[name] = before[name]", "        pass"),
-  ("core/group_settings.py", "core/group_settings", "tf.gather(number.as_tensor(), group)", "tf.gather(number.as_tensor(), 0)"),
+  ("core/per_model_settings.py", "core/per_model_settings", "tf.gather(number.as_tensor(), group)", "tf.gather(number.as_tensor(), 0)"),
   # Satellites.
   ("vectorized/vectorizer.py", "vectorized/control_flow", "return tf.where(tf.reshape(mask, [-1, *ones]), values, others)", "return values"),
   ("islands/outer_optimizer.py", "islands/outer_optimizer", "tf.where(is_finite, anchor, weight)", "anchor"),
   ("towers/gradient_collector.py", "towers/gradient_collector towers/tower_optimizer", "1.0 / count if reduction == loss_factor.MEAN else 1.0", "1.0"),
-  ("fit/group_early_stopping.py", "fit/group_early_stopping", "(wait >= self.patience)", "(wait > self.patience)"),
+  ("fit/per_model_early_stopping.py", "fit/per_model_early_stopping", "(wait >= self.patience)", "(wait > self.patience)"),
   ("replica_state/paths.py", "replica_state/archive", "os.fsync(local.fileno())", "pass"),
   ("backup/backup_files.py", "backup/backup", "self._backups()[:-keep]", "self._backups()[: 1 - keep]"),
   ("multi_worker/even_batches.py", "multi_worker/even_batches", "batches = dataset.repeat()", "batches = dataset"),

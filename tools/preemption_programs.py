@@ -99,9 +99,9 @@ def train(
   y = rng.normal(size=(8 * STEPS, 1)).astype("float32")
   with strategy.scope():
     model = make_model(program, groups)
-  stop = callbacks.GroupEarlyStopping(patience=program.patience)
-  best = callbacks.GroupCheckpoint(f"{storage}/best.npz")
-  reduce = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  stop = callbacks.PerModelEarlyStopping(patience=program.patience)
+  best = callbacks.PerModelCheckpoint(f"{storage}/best.npz")
+  reduce = callbacks.PerModelReduceLROnPlateau(factor=0.5, patience=1)
   used: list[Any] = [reduce, stop, best]
   backup = callbacks.BackupAndRestore(
     f"{storage}/backup",
@@ -132,7 +132,7 @@ def train(
     epochs=EPOCHS,
     verbose=0,
     callbacks=[
-      *(callbacks.GroupMetrics((x[:8], -y[:8])), *used, Log()),
+      *(callbacks.PerModelMetrics((x[:8], -y[:8])), *used, Log()),
       *(fit_outcome.history(folder / f"history_{worker}"), backup),
     ],
   )
@@ -162,9 +162,9 @@ def make_model(program: Program, groups: list[list[int]]) -> Any:
   options = dict(program.options)
   if program.has_limits:
     limits = [1.0 + i % 2 for i in range(len(groups))]
-    options["group_settings"] = {"clipnorm": limits}
+    options["per_model"] = {"clipnorm": limits}
   rates = [0.03 / (1 + i) for i in range(len(groups))]
-  adam = tf.keras.optimizers.Adam(schedules.PerGroup(rates))
+  adam = tf.keras.optimizers.Adam(schedules.PerModel(rates))
   model.compile(
     CrossShardOptimizer(adam, group_assignment=groups, **options), "mse"
   )

@@ -4,7 +4,7 @@
     python tools/soak.py --steps=2000 --epochs=50    # tries the script
 
 Trains plain Keras, for comparison, and CrossShardOptimizer with groups,
-GroupMetrics and backups on four replicas, each in its own process: `--steps`
+PerModelMetrics and backups on four replicas, each in its own process: `--steps`
 steps in epochs of 1,000, and `--epochs` epochs of 5 steps. Prints a row after a
 tenth of each training and at its end. Exits with 1 if CrossShardOptimizer has
 more threads, open files or traces at the end than in its first row, or more
@@ -66,7 +66,7 @@ def train(is_ours: bool, epochs: int, steps: int) -> list[dict[str, float]]:
         optimizer, group_assignment=[[0, 1], [2, 3]]
       )
       extra += [
-        callbacks.GroupMetrics((x[:16], x[:16, :1])),
+        callbacks.PerModelMetrics((x[:16], x[:16, :1])),
         callbacks.BackupAndRestore(folder, every=1000),
       ]
     model.compile(optimizer, "mse")

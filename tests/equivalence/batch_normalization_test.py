@@ -215,7 +215,7 @@ def test_keras_layer_logs_a_warning(package: Any, said: list[str]) -> None:
       model = library.Sequential(trained)
       model.compile(optimizer, "mse")
       for _ in "12":
-        callbacks.GroupTensorBoard("unused").set_model(model)
+        callbacks.PerModelTensorBoard("unused").set_model(model)
   [line] = said
   assert "trains 2 separate groups, but BatchNormalization(synchronized" in line
 

@@ -13,7 +13,7 @@ from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
-  per_replica,
+  per_model,
   replica_state,
   schedules,
 )
@@ -83,7 +83,7 @@ def _assert_equal_to_fits(
   assert strategy.num_replicas_in_sync == 1
   with strategy.scope():
     model = make()
-    model.compile(wrap(optimizer(schedules.PerGroup(RATES))), loss)
+    model.compile(wrap(optimizer(schedules.PerModel(RATES))), loss)
     _fit(model)
   models = zip(*map(testbed.copies, model.weights), strict=True)
   plain = make()
@@ -140,7 +140,7 @@ class TestLosses:
     with strategy.scope():
       weight = tf.Variable(np.ones([6, 3], "float32"))
       optimizer = CrossShardOptimizer(
-        keras.optimizers.SGD(schedules.PerGroup([1.0, 0.5])),
+        keras.optimizers.SGD(schedules.PerModel([1.0, 0.5])),
         loss_averaged_over=averaged_over,
       )
 
@@ -191,7 +191,7 @@ def test_optimizers(name: str, wrapper: str) -> None:
 
 
 class TestOwnData:
-  """Each model receives what `per_replica` marks for it."""
+  """Each model receives what `per_model` marks for it."""
 
   def test_weights_of_folds(self) -> None:
     x, y = _data()
@@ -200,7 +200,7 @@ class TestOwnData:
     with VectorizedStrategy(N).scope():
       model = _network()
       model.compile(keras.optimizers.SGD(0.1), "mse")
-    own = data.map(lambda x, y, w: (x, y, per_replica(tf.transpose(w))))
+    own = data.map(lambda x, y, w: (x, y, per_model(tf.transpose(w))))
     model.fit(own, epochs=2, verbose=0)
     models = zip(*map(testbed.copies, model.weights), strict=True)
     for i, copies in enumerate(models):
@@ -214,7 +214,7 @@ class TestOwnData:
   def test_whole_batches(self) -> None:
     x = np.arange(12.0, dtype="float32").reshape(3, 2, 2)
     data = tf.data.Dataset.from_tensors(x).map(
-      lambda x: (per_replica(x), per_replica(x[..., :1]))
+      lambda x: (per_model(x), per_model(x[..., :1]))
     )
     strategy = VectorizedStrategy(3)
     [pair] = strategy.experimental_distribute_dataset(data)
@@ -222,19 +222,19 @@ class TestOwnData:
     assert testbed.per_replica_results(strategy, result) == [6.0, 26.0, 46.0]
 
   def test_another_number_of_rows(self) -> None:
-    data = tf.data.Dataset.from_tensors(tf.zeros([2, 4])).map(per_replica)
+    data = tf.data.Dataset.from_tensors(tf.zeros([2, 4])).map(per_model)
     strategy = VectorizedStrategy(3)
     with pytest.raises(ValueError, match=r"has 2 rows, .* has 3 models"):
       strategy.experimental_distribute_dataset(data)
     with pytest.raises(ValueError, match=r"for 2 replicas, .* has 3"):
-      strategy.run(lambda x: x, (per_replica(tf.zeros([2, 4])),))
+      strategy.run(lambda x: x, (per_model(tf.zeros([2, 4])),))
     unknown = tf.data.Dataset.from_tensors(tf.zeros([4, 2])).batch(1)
     with pytest.raises(ValueError, match=r"`values` .* known number of rows"):
-      unknown.map(per_replica)
+      unknown.map(per_model)
     for change in (data.batch, data.padded_batch, data.window):
-      with pytest.raises(ValueError, match=r"per_replica .* after `batch`"):
+      with pytest.raises(ValueError, match=r"per_model .* after `batch`"):
         change(2)
-    with pytest.raises(ValueError, match=r"per_replica .* after `batch`"):
+    with pytest.raises(ValueError, match=r"per_model .* after `batch`"):
       data.unbatch()
 
   @pytest.mark.parametrize("kind", ["sparse", "ragged"])
@@ -400,7 +400,7 @@ class TestMistakes:
     [line] = said
     assert "began alike" in line
     assert "replica_state.initialize" in line
-    assert "per_replica" in line
+    assert "per_model" in line
     said.clear()
     model.set_weights([np.full(w.shape, np.nan) for w in model.get_weights()])
     model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)

@@ -38,7 +38,7 @@ def _settings(program: Program) -> set[tuple[str, str]]:
     "is_raw",
     "is_built",
     "decays",
-    "is_per_group",
+    "is_per_model",
     "is_partial",
     "is_virtual",
   )

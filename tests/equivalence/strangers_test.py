@@ -28,7 +28,7 @@ from tests.support.any_strategy import (
   normal,
   run_steps,
 )
-from tf_cross_shard import VectorizedStrategy, per_replica
+from tf_cross_shard import VectorizedStrategy, per_model
 
 keras = tf.keras
 Strategy = tf.distribute.Strategy
@@ -249,7 +249,7 @@ class SonnetModule(Program):
       keras.utils.set_random_seed(seed)
       values.append(self.build().variables)
     for variable, *starts in zip(model.variables, *values, strict=True):
-      strategy.run(variable.assign, (per_replica(tf.stack(starts)),))
+      strategy.run(variable.assign, (per_model(tf.stack(starts)),))
 
   def train(self, model: Any, strategy: Strategy, wrap: Wrap) -> None:
     with strategy.scope():

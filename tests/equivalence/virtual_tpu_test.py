@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
   "no groups": _optimizer(None),
   "pairs": _optimizer(PAIRS),
   "learning rates": _optimizer(
-    SINGLE, lambda: _adam(schedules.PerGroup([0.01, 0.02, 0.005, 0.03]))
+    SINGLE, lambda: _adam(schedules.PerModel([0.01, 0.02, 0.005, 0.03]))
   ),
   "schedule": _optimizer(
     PAIRS,
@@ -62,10 +62,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
   "settings": _optimizer(
     PAIRS,
     lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-3),
-    group_settings={"weight_decay": [0.1, 0.3], "beta_1": [0.9, 0.5]},
+    per_model={"weight_decay": [0.1, 0.3], "beta_1": [0.9, 0.5]},
   ),
   "limits": _optimizer(
-    PAIRS, clipnorm=1.0, group_settings={"clipnorm": [0.1, 0.01]}
+    PAIRS, clipnorm=1.0, per_model={"clipnorm": [0.1, 0.01]}
   ),
   "loss scale": _optimizer(PAIRS, lambda: _scaled(_adam)),
 }

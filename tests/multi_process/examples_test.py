@@ -94,9 +94,9 @@ def test_tpu_reports_and_trains(data_dir: Path) -> None:
   arguments = ["--virtual=8", "--groups=2", "--epochs=3"]
   output = run_example("tpu.py", data_dir, *arguments)
   found = dict(re.findall(r"(?m)^val_accuracy/(\w+) ([\d.]+)%$", output))
-  assert set(found) == {"group_0", "group_1", "ensemble"}
+  assert set(found) == {"model_0", "model_1", "ensemble"}
   assert min(map(float, found.values())) >= 80, output
-  assert found["group_0"] != found["group_1"]
+  assert found["model_0"] != found["model_1"]
   # The report of the compiler has one merged sum; tpu_program_test.py has more.
   assert "v5e:4x2: 8 replicas on TPU v5 lite\n" in output
   assert output.count(" arrays, within ") == 1

@@ -248,7 +248,7 @@ def test_callbacks_for_groups(
     for found in held:
       assert found["history"] == held[0]["history"]
       assert found["best_epoch"] == [0, 1]
-      values = found["history"][f"val_loss/group_{i}"]
+      values = found["history"][f"val_loss/model_{i}"]
       assert values == pytest.approx(losses, rel=1e-5)
       assert found["rates"] == [0.125, 0.0625]
       # All have what BackupAndRestore is to keep, of all groups.
@@ -256,7 +256,7 @@ def test_callbacks_for_groups(
       assert len(found["state"]) == 4 + len(found["weights"]) + 3
     for replica in members:
       found = held[replica]
-      assert found["runs"] == ["ensemble", "group_0", "group_1"]
+      assert found["runs"] == ["ensemble", "model_0", "model_1"]
       assert found["files"] == 1
       # Group 0 had its best after it had stopped.
       for name, epochs in (("weights", (0, 1)), ("restored", (2, 1))):

@@ -26,7 +26,7 @@ with VectorizedStrategy(3).scope():
   model.compile("sgd", "mse")
 model.fit(x, x[:, :1], validation_data=(x, x[:, :1]), verbose=0,
           epochs=search.most_epochs,
-          callbacks=[callbacks.GroupMetrics(), search])
+          callbacks=[callbacks.PerModelMetrics(), search])
 """
 
 

@@ -32,7 +32,7 @@ SERIES = ([5.0, 4.0, 1.0, 2.0, 3.0, 0.5, 4.0, 1.0], [9, 9, 8, 8.5, 7, 9, 8, 1])
 
 def logs_of(epoch: int, name: str = "val_loss", sign: float = 1.0) -> Any:
   return {
-    f"{name}/group_{i}": sign * series[epoch] for i, series in enumerate(SERIES)
+    f"{name}/model_{i}": sign * series[epoch] for i, series in enumerate(SERIES)
   }
 
 

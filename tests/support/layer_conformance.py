@@ -307,7 +307,7 @@ def _train_models(
   with strategy.scope():
     model = TrainedLayer(case)
     model(_leaves(case.inputs))
-    optimizer = keras.optimizers.SGD(schedules.PerGroup(list(rates)))
+    optimizer = keras.optimizers.SGD(schedules.PerModel(list(rates)))
     model.compile(optimizer, jit_compile=False)
     variables = list(model.variables)
     _assign(variables, start)

@@ -397,7 +397,7 @@ class _Known(tf.keras.callbacks.Callback):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     self.weights.append(own(self.model.trainable_variables))
     for i, series in enumerate(self._known):
-      logs[f"val_mae/group_{i}"] = series[epoch]
+      logs[f"val_mae/model_{i}"] = series[epoch]
 
 
 def group_callbacks(
@@ -419,24 +419,24 @@ def group_callbacks(
   x, y = fit_data(replicas)
   data = batches(x, y if place_of(strategy) == 0 else y + 1.0)
   known = _Known()
-  stop = callbacks.GroupEarlyStopping("val_mae", mode="min", patience=1)
+  stop = callbacks.PerModelEarlyStopping("val_mae", mode="min", patience=1)
   history = model.fit(
     batches(x, y),
     epochs=len(KNOWN[0]),
     verbose=0,
     callbacks=[
-      callbacks.GroupMetrics(data),
+      callbacks.PerModelMetrics(data),
       known,
       stop,
-      callbacks.GroupCheckpoint(f"{folder}/best", "val_mae", "min"),
-      callbacks.GroupTensorBoard(f"{folder}/curves"),
+      callbacks.PerModelCheckpoint(f"{folder}/best", "val_mae", "min"),
+      callbacks.PerModelTensorBoard(f"{folder}/curves"),
     ],
   )
   weights = own(model.trainable_variables)
-  lower = callbacks.GroupReduceLROnPlateau("loss", 0.5, 1)
+  lower = callbacks.PerModelReduceLROnPlateau("loss", 0.5, 1)
   lower.set_model(model)
   for epoch in (0, 1):  # Group 0 improves.
-    logs = {"loss/group_0": -1.0 * epoch, "loss/group_1": 1.0}
+    logs = {"loss/model_0": -1.0 * epoch, "loss/model_1": 1.0}
     lower.on_epoch_end(epoch, logs)
   rates = replica_state.group_values(optimizer.learning_rate, optimizer)
   state = {
@@ -455,7 +455,7 @@ def group_callbacks(
     "weights": weights,
     "restored": own(model.trainable_variables),
     "runs": sorted(os.listdir(f"{folder}/curves")),
-    "files": len(os.listdir(f"{folder}/curves/group_0")),
+    "files": len(os.listdir(f"{folder}/curves/model_0")),
   }
 
 

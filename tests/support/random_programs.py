@@ -148,7 +148,7 @@ class Program(NamedTuple):
   optimizer: str
   settings: dict[str, Any]  # arguments of the wrapped optimizer
   decays: bool  # whether its learning rate is a schedule
-  is_per_group: bool  # whether every second group's learning rate is half
+  is_per_model: bool  # whether every second group's learning rate is half
   excluded: list[str]  # kinds of variables without weight decay
   options: dict[str, Any]  # arguments of CrossShardOptimizer
   sizes: tuple[int, ...]  # examples of each replica; in `fit`, of the last step
@@ -355,7 +355,7 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
     is_exact=is_exact,
     bad=bad,
     bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
-    is_per_group=dice.chance(0.25),
+    is_per_model=dice.chance(0.25),
     replicas=replicas,
     resumed_at=(
       more.one([1, 2]) if way != "fit" and more.chance(0.25) else None
@@ -476,7 +476,7 @@ def as_tensors(features: Features) -> Features:
 def _rate_of(program: Program, group: int) -> Any:
   """Returns the learning rate of a group, a number or a schedule."""
   rate = program.settings["learning_rate"]
-  if program.is_per_group and group % 2:
+  if program.is_per_model and group % 2:
     rate /= 2
   if program.decays:
     rate = tf.keras.optimizers.schedules.PiecewiseConstantDecay(
@@ -493,10 +493,10 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
   settings = dict(program.settings)
   del settings["learning_rate"]
   rate = _rate_of(program, group or 0)
-  if group is None and program.is_per_group:
+  if group is None and program.is_per_model:
     count = len(program.groups)
-    rate = schedules.PerGroup([_rate_of(program, i) for i in range(count)])
-  elif program.is_per_group and not program.decays:
+    rate = schedules.PerModel([_rate_of(program, i) for i in range(count)])
+  elif program.is_per_model and not program.decays:
     # A schedule, too: Keras would make a variable of a number.
     constant = tf.keras.optimizers.schedules.PiecewiseConstantDecay
     rate = constant([0], [rate, rate])

@@ -32,7 +32,7 @@ from tf_cross_shard import (
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
@@ -108,7 +108,7 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   if is_grouped:
     strategy = STRATEGIES[kind]()
     outer = callbacks.OuterOptimizer(3)
-    listed = [outer, callbacks.GroupMetrics((X, X[:, :1])), *others]
+    listed = [outer, callbacks.PerModelMetrics((X, X[:, :1])), *others]
   with strategy.scope():
     model = _model(GROUPS if is_grouped else None, library, **options)
   data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8, True)
@@ -169,14 +169,16 @@ def test_callbacks_resume_at_every_place_of_every_epoch(
     folder.mkdir(exist_ok=True)
     with testbed.mirrored(2).scope():
       model = _model([[0], [1]])
-    stop = callbacks.GroupEarlyStopping(patience=patience, min_delta=min_delta)
-    other = callbacks.GroupEarlyStopping(
+    stop = callbacks.PerModelEarlyStopping(
+      patience=patience, min_delta=min_delta
+    )
+    other = callbacks.PerModelEarlyStopping(
       mode="max", patience=4, restore_best_weights=False, start_from_epoch=1
     )
-    lower = callbacks.GroupReduceLROnPlateau(
+    lower = callbacks.PerModelReduceLROnPlateau(
       factor=0.5, patience=1, cooldown=1, mode="max"
     )
-    keep = callbacks.GroupCheckpoint(folder / "best.npz")
+    keep = callbacks.PerModelCheckpoint(folder / "best.npz")
     ends = {
       place: tf.keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, _, place=place: (
@@ -187,7 +189,7 @@ def test_callbacks_resume_at_every_place_of_every_epoch(
     }
     _fit(
       model,
-      callbacks.GroupMetrics((X[:8], -X[:8, :1])),
+      callbacks.PerModelMetrics((X[:8], -X[:8, :1])),
       *(lower, stop, other, keep, fit_outcome.history(folder / "history")),
       *(ends["before"], callbacks.BackupAndRestore(folder / "backup")),
       *(ends["after"], *at_batch),
@@ -211,7 +213,7 @@ def test_callbacks_resume_at_every_place_of_every_epoch(
   assert run("interrupted") == right
 
 
-class _Retraced(group_callback.GroupCallback):
+class _Retraced(per_model_callback.PerModelCallback):
   """Makes Keras trace the step again, as callbacks that change settings do."""
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -290,7 +292,7 @@ def test_a_second_signal_is_the_programs_own(
 def test_a_signal_after_the_last_batch_is_passed_on(
   tmp_path: pathlib.Path, received: list[int]
 ) -> None:
-  class AtEnd(group_callback.GroupCallback):
+  class AtEnd(per_model_callback.PerModelCallback):
     def on_train_end(self, logs: Any = None) -> None:
       _terminate()
 
@@ -367,7 +369,7 @@ def test_an_error_of_the_disk_ends_the_fit(
   assert failing.call_count == 1
 
 
-class _AtBegin(group_callback.GroupCallback):
+class _AtBegin(per_model_callback.PerModelCallback):
   """Takes the state of all replicas when a backup has been restored."""
 
   state_then: dict[str, Any]
@@ -393,11 +395,11 @@ def test_as_many_groups_of_other_replicas(
 ) -> None:
   """Every group resumes. New members get the mean of the old statistics."""
   path = tmp_path / "epoch_2.npz"
-  best = callbacks.GroupCheckpoint(tmp_path / "best.npz")
+  best = callbacks.PerModelCheckpoint(tmp_path / "best.npz")
   with testbed.mirrored(sum(map(len, before))).scope():
     model = _model(before)
   backup = callbacks.BackupAndRestore(tmp_path)
-  listed = [callbacks.GroupMetrics((X, X[:, :1])), best, backup]
+  listed = [callbacks.PerModelMetrics((X, X[:, :1])), best, backup]
   with pytest.raises(KeyboardInterrupt):
     _fit(model, *listed, testbed.Interruption(2))
   with np.load(path) as file:
@@ -513,15 +515,18 @@ def test_state_of_a_callback_that_is_gone_is_left_out(
   with testbed.mirrored().scope():
     model = _model(GROUPS)
   backup = callbacks.BackupAndRestore(tmp_path)
-  metrics = callbacks.GroupMetrics((X, X[:, :1]))
-  gone = [callbacks.GroupReduceLROnPlateau(), callbacks.GroupEarlyStopping()]
+  metrics = callbacks.PerModelMetrics((X, X[:, :1]))
+  gone = [
+    callbacks.PerModelReduceLROnPlateau(),
+    callbacks.PerModelEarlyStopping(),
+  ]
   with pytest.raises(KeyboardInterrupt):
     _fit(model, metrics, *gone, backup, testbed.Interruption(2))
   with mock.patch.object(logging, "warning") as said:
     assert _fit(model, metrics, gone[0], backup) == [2, 3]
   [warning] = said.call_args_list
   assert re.search(
-    "epoch_2.npz also holds the state of GroupEarlyStopping, .* ignored",
+    "epoch_2.npz also holds the state of PerModelEarlyStopping, .* ignored",
     warning.args[0] % warning.args[1:],
   )
 
@@ -530,15 +535,15 @@ def test_callbacks_with_a_state_come_before_it(tmp_path: pathlib.Path) -> None:
   with testbed.mirrored().scope():
     model = _model(GROUPS)
   used = [
-    callbacks.GroupMetrics((X, X[:, :1])),
+    callbacks.PerModelMetrics((X, X[:, :1])),
     callbacks.BackupAndRestore(tmp_path),
-    callbacks.GroupReduceLROnPlateau(),
-    callbacks.GroupEarlyStopping(),
-    callbacks.GroupTensorBoard(tmp_path),
+    callbacks.PerModelReduceLROnPlateau(),
+    callbacks.PerModelEarlyStopping(),
+    callbacks.PerModelTensorBoard(tmp_path),
   ]
   words = (
-    "state of other callbacks, but GroupReduceLROnPlateau, GroupEarlyStopping"
-    " runs after it, .*Put BackupAndRestore last"
+    "state of other callbacks, but PerModelReduceLROnPlateau,"
+    " PerModelEarlyStopping runs after it, .*Put BackupAndRestore last"
   )
   with pytest.raises(ValueError, match=words):
     _fit(model, *used)

@@ -230,7 +230,7 @@ class TestNotInForce:
       lazy_rows=True,
       shard_update=True,
       clipnorm=1.0,
-      group_settings={"clipnorm": [2.0]},
+      per_model={"clipnorm": [2.0]},
     )
     assert _reasons(optimizer) == {
       "wire_dtype='bfloat16'": "no gradient has a wider dtype",
@@ -238,8 +238,8 @@ class TestNotInForce:
       "lazy_rows=True": (
         "no table is known, by `Embedding` or update_by_rows()"
       ),
-      "clipnorm=1.0": "`group_settings` has a limit for each group",
-      "group_settings={'clipnorm': [2.0]}": (
+      "clipnorm=1.0": "`per_model` has a limit for each group",
+      "per_model={'clipnorm': [2.0]}": (
         "there is one group, which has these numbers"
       ),
     }

@@ -38,9 +38,9 @@ DICTIONARY = "must map each setting name to a list"
     ("lazy_rows", "yes", ValueError, 'must be True, False or "elementwise'),
     ("accumulate_steps", 0, ValueError, "integer of at least 1; got 0"),
     ("accumulate_steps", True, ValueError, "must be an integer"),
-    ("group_settings", ["momentum"], ValueError, DICTIONARY),
-    ("group_settings", {"momentum": 0.5}, ValueError, DICTIONARY),
-    ("group_settings", {"rho": [0.5, float("nan")]}, ValueError, "'rho' is"),
+    ("per_model", ["momentum"], ValueError, DICTIONARY),
+    ("per_model", {"momentum": 0.5}, ValueError, DICTIONARY),
+    ("per_model", {"rho": [0.5, float("nan")]}, ValueError, "'rho' is"),
   ],
 )
 def test_invalid_arguments_raise_an_error(
@@ -81,7 +81,7 @@ def test_spellings_of_reductions(spelling: Any, canonical: str) -> None:
 
 def test_limits_of_groups_are_numbers() -> None:
   with pytest.raises(ValueError, match=f"`clipnorm` {NUMBER} -1.0"):
-    CrossShardOptimizer("sgd", group_settings={"clipnorm": [0.1, -1.0]})
+    CrossShardOptimizer("sgd", per_model={"clipnorm": [0.1, -1.0]})
 
 
 def test_groups_are_known_when_the_program_is_built() -> None:
@@ -106,7 +106,7 @@ VALUES: dict[str, Any] = {
   "fused_update": False,
   "shard_update": "elementwise",
   "lazy_rows": True,
-  "group_settings": {"momentum": [0.5, 0.25]},
+  "per_model": {"momentum": [0.5, 0.25]},
 }
 
 

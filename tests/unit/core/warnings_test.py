@@ -95,4 +95,4 @@ def test_early_stopping_warns_before_it_overwrites_groups(
   for _ in range(2):
     model.fit(x, x, batch_size=4, verbose=0, callbacks=[stop])
   [line] = [line for line in said if "EarlyStopping" in line]
-  assert "callbacks.GroupEarlyStopping" in line
+  assert "callbacks.PerModelEarlyStopping" in line

@@ -14,8 +14,8 @@ def given(kind: str) -> dict[str, Any]:
   """Returns the required arguments of a callback."""
   return {
     "BackupAndRestore": {"backup_dir": "unused"},
-    "GroupCheckpoint": {"path": "unused"},
-    "GroupMetrics": {"validation_data": (X, X)},
+    "PerModelCheckpoint": {"path": "unused"},
+    "PerModelMetrics": {"validation_data": (X, X)},
     "OuterOptimizer": {"every": 4},
   }.get(kind, {})
 
@@ -23,23 +23,41 @@ def given(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
   ("kind", "argument", "value", "error", "words"),
   [
-    ("GroupMetrics", "ensemble", X, TypeError, "Pass all data as one arg"),
-    ("GroupMetrics", "validation_data", iter([]), TypeError, "be a dataset"),
-    ("GroupMetrics", "validation_data", X, TypeError, "Add the targets"),
-    ("GroupMetrics", "name", "a/b", ValueError, "a string without a slash"),
-    ("GroupMetrics", "every", 0, ValueError, "an integer of at least 1"),
-    ("GroupMetrics", "steps", 0, ValueError, "an integer of at least 1"),
+    ("PerModelMetrics", "ensemble", X, TypeError, "Pass all data as one arg"),
+    ("PerModelMetrics", "validation_data", iter([]), TypeError, "be a dataset"),
+    ("PerModelMetrics", "validation_data", X, TypeError, "Add the targets"),
+    ("PerModelMetrics", "name", "a/b", ValueError, "a string without a slash"),
+    ("PerModelMetrics", "every", 0, ValueError, "an integer of at least 1"),
+    ("PerModelMetrics", "steps", 0, ValueError, "an integer of at least 1"),
     (
-      "GroupEarlyStopping",
+      "PerModelEarlyStopping",
       "monitor",
-      "val_loss/group_0",
+      "val_loss/model_0",
       ValueError,
       "Remove '/",
     ),
-    ("GroupEarlyStopping", "patience", "3", ValueError, "at least 0; got '3'"),
-    ("GroupEarlyStopping", "min_delta", "0", TypeError, "must be a number"),
-    ("GroupCheckpoint", "mode", "least", ValueError, '"auto", "min" or "max"'),
-    ("GroupReduceLROnPlateau", "factor", 1.0, ValueError, "0 and 1; got 1.0"),
+    (
+      "PerModelEarlyStopping",
+      "patience",
+      "3",
+      ValueError,
+      "at least 0; got '3'",
+    ),
+    ("PerModelEarlyStopping", "min_delta", "0", TypeError, "must be a number"),
+    (
+      "PerModelCheckpoint",
+      "mode",
+      "least",
+      ValueError,
+      '"auto", "min" or "max"',
+    ),
+    (
+      "PerModelReduceLROnPlateau",
+      "factor",
+      1.0,
+      ValueError,
+      "0 and 1; got 1.0",
+    ),
     ("BackupAndRestore", "backup_dir", "", ValueError, "`backup_dir`"),
     ("BackupAndRestore", "every", 0, ValueError, "must be an integer of at"),
     ("BackupAndRestore", "keep", 1, ValueError, "must be an integer of at"),
@@ -63,4 +81,4 @@ def test_without_data_fit_decides_the_rest(
   argument: str,
 ) -> None:
   with pytest.raises(ValueError, match=f"`{argument}` must be .* got 2"):
-    callbacks.GroupMetrics(**{argument: 2})
+    callbacks.PerModelMetrics(**{argument: 2})

@@ -409,8 +409,8 @@ def test_resumes_from_a_file(
 
   islands.check_resumes(start, SEVERAL_GRADS, steps, path)
   with np.load(path) as file:
-    assert file["group_0/optimizer/outer_calls"] == steps
-    anchors = [file[f"group_{i}/optimizer/anchor1"] for i in range(2)]
+    assert file["model_0/optimizer/outer_calls"] == steps
+    anchors = [file[f"model_{i}/optimizer/anchor1"] for i in range(2)]
   np.testing.assert_array_equal(*anchors)
 
 

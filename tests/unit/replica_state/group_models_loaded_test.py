@@ -25,7 +25,7 @@ for home in (keras, tf_keras):
   name = home.__name__
   loaded = home.models.load_model(f"{folder}/{name}.keras")
   names = [layer.name for layer in loaded.layers]
-  assert {"group_0", "group_1"} <= set(names), names
+  assert {"model_0", "model_1"} <= set(names), names
   exported = tf.saved_model.load(f"{folder}/{name}")
   is_list = home is tf_keras  # Its `export` makes a list of inputs.
   served = exported.serve(list(x.values()) if is_list else x)
@@ -80,7 +80,7 @@ def _save_winner(library: str, folder: pathlib.Path) -> dict[str, Any]:
       ]
     )
     optimizer = package.CrossShardOptimizer(
-      home.optimizers.SGD(package.PerGroup([8.0, 0.25])), group_assignment=PAIRS
+      home.optimizers.SGD(package.PerModel([8.0, 0.25])), group_assignment=PAIRS
     )
     model.compile(optimizer, "mse")
   data = (IDS, np.ones([4, 2, 1], "float32"))

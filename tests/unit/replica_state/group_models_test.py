@@ -422,7 +422,7 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
   for members in ([3, 0, 1], [2]):
     ensemble = replica_state.ensemble(model, optimizer, members)
     names = [layer.name for layer in ensemble.layers]
-    assert [n for n in names if "group" in n] == [f"group_{i}" for i in members]
+    assert [n for n in names if "group" in n] == [f"model_{i}" for i in members]
     found = ensemble(X)
     for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
       copies = [testbed.copies(model.weights[i]) for i in (kernel, bias)]

@@ -11,7 +11,7 @@ from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
-  per_replica,
+  per_model,
   replica_state,
 )
 
@@ -48,7 +48,7 @@ def _batches(weights: Any) -> tf.data.Dataset:
 
 
 def _mark(rows: Any) -> Any:
-  return per_replica(tf.ensure_shape(tf.transpose(rows), [N, None]))
+  return per_model(tf.ensure_shape(tf.transpose(rows), [N, None]))
 
 
 @pytest.mark.tf_keras_mode

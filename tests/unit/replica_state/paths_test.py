@@ -124,21 +124,21 @@ def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
   model = _model()
   optimizer = model.optimizer
   path = f"{folder}/best/best.npz"
-  metrics = callbacks.GroupMetrics(_data())
-  keep = callbacks.GroupCheckpoint(path)
+  metrics = callbacks.PerModelMetrics(_data())
+  keep = callbacks.PerModelCheckpoint(path)
   _fit(model, 2, metrics, keep)
   best = list(keep.best)
   replica_state.restore(path, optimizer, model)
   plain = [replica_state.load_group(model, i, optimizer) for i in range(2)]
   np.testing.assert_allclose(list(map(_loss, plain)), best, rtol=1e-5)
-  _fit(model, 1, callbacks.GroupMetrics(_data()), keep)
+  _fit(model, 1, callbacks.PerModelMetrics(_data()), keep)
   assert all(new <= old for new, old in zip(keep.best, best, strict=True))
   with tf.io.gfile.GFile(path, "rb") as file:
     data = file.read()
   with tf.io.gfile.GFile(path, "wb") as file:  # The write was killed.
     file.write(data[: len(data) // 2])
-  again = callbacks.GroupCheckpoint(path)
-  _fit(model, 1, callbacks.GroupMetrics(_data()), again)
+  again = callbacks.PerModelCheckpoint(path)
+  _fit(model, 1, callbacks.PerModelMetrics(_data()), again)
   replica_state.restore(path, optimizer, model)
 
 

@@ -110,7 +110,7 @@ def data(is_mirrored: bool = False) -> tf.data.Dataset:
 def run(
   search: Any, model: Any, *others: Any, is_mirrored: bool = False
 ) -> list[float]:
-  judge = callbacks.GroupMetrics(VALIDATION, ensemble=False)
+  judge = callbacks.PerModelMetrics(VALIDATION, ensemble=False)
   with tf.device("CPU"):
     history = model.fit(
       data(is_mirrored),
@@ -242,7 +242,7 @@ def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
   study = make_study()
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
   model = grouped(search, VectorizedStrategy(2))
-  judge = callbacks.GroupMetrics(VALIDATION, ensemble=False)
+  judge = callbacks.PerModelMetrics(VALIDATION, ensemble=False)
   model.fit(data(), epochs=4, verbose=0, callbacks=[judge, search])
   [message] = [m for m in caplog.messages if "before the search" in m]
   assert "2 of 5 trials were marked as failed, and 1 were not" in message
@@ -394,7 +394,7 @@ def test_layers_of_the_user_read_settings() -> None:
     validation_data=VALIDATION,
     epochs=9,
     verbose=0,
-    callbacks=[callbacks.GroupMetrics(), search],
+    callbacks=[callbacks.PerModelMetrics(), search],
   )
   found = []
   for i in range(3):
@@ -418,7 +418,7 @@ def test_layers_of_the_user_read_settings() -> None:
     ({"trials": 0}, ValueError, "`trials` must be an integer of at least 1"),
     ({"epochs": 1.5}, ValueError, "`epochs` must be an integer of at least 1"),
     ({"mode": "max"}, ValueError, "direction is 'minimize', but 'val_loss'"),
-    ({"monitor": "val_loss/group_0"}, ValueError, "Remove '/group_0'"),
+    ({"monitor": "val_loss/model_0"}, ValueError, "Remove '/model_0'"),
   ],
 )
 def test_invalid_arguments(
@@ -503,8 +503,8 @@ def test_other_names_in_a_later_trial() -> None:
 def test_other_callbacks() -> None:
   search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
   model = grouped(search, VectorizedStrategy(2))
-  with pytest.raises(ValueError, match="Remove GroupEarlyStopping"):
-    run(search, model, callbacks.GroupEarlyStopping())
+  with pytest.raises(ValueError, match="Remove PerModelEarlyStopping"):
+    run(search, model, callbacks.PerModelEarlyStopping())
   search = callbacks.OptunaSearch(
     make_study(), suggest, trials=4, epochs=2, monitor="val_nothing"
   )

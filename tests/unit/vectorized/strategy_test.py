@@ -353,7 +353,7 @@ def test_whole_batches_train_as_separate_fits(
   with strategy.scope():
     model = testbed.network(1)
     optimizer = CrossShardOptimizer(
-      tf.keras.optimizers.SGD(schedules.PerGroup([r / 10 for r in rates])),
+      tf.keras.optimizers.SGD(schedules.PerModel([r / 10 for r in rates])),
       group_assignment=groups.singletons(N),
     )
     model.compile(optimizer, "mse", metrics=["mae"])

@@ -15,7 +15,7 @@ from etils import epath
 
 from tf_cross_shard._src.backup import backup_files, preemption
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.fit import group_callback, keras_fit
+from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.replica_state import (
   checkpoint,
 )
@@ -29,7 +29,7 @@ _CALLBACKS: Final = "callbacks/"
 _EXIT_CODE: Final = 143
 
 
-class BackupAndRestore(group_callback.GroupCallback):
+class BackupAndRestore(per_model_callback.PerModelCallback):
   """Backs up training during `fit`, and resumes it in the next `fit`.
 
   Use it instead of `tf.keras.callbacks.BackupAndRestore`, and put it last in
@@ -125,17 +125,17 @@ class BackupAndRestore(group_callback.GroupCallback):
     """
     super().__init__()
     if every != "epoch":
-      every = group_callback.check_count(
+      every = per_model_callback.check_count(
         "every", every, 1, 'batches, or is "epoch"'
       )
-    keep = group_callback.check_count("keep", keep, 2, "backups")
+    keep = per_model_callback.check_count("keep", keep, 2, "backups")
     if not isinstance(on_preemption, bool):
       raise TypeError(
         f"`on_preemption` must be True or False; got {on_preemption!r}. True"
         " makes a backup and ends the process on SIGTERM."
       )
     if every_seconds is not None:
-      group_callback.check_number("every_seconds", every_seconds)
+      per_model_callback.check_number("every_seconds", every_seconds)
     self._backup_dir = paths_lib.as_path(backup_dir, "backup_dir")
     self.backups = str(self._backup_dir)
     self._delete = delete_checkpoint
@@ -158,7 +158,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     later = [
       type(callback).__name__
       for callback in itertools.islice(from_here, 1, None)
-      if type(callback).state is not group_callback.GroupCallback.state
+      if type(callback).state is not per_model_callback.PerModelCallback.state
       or callback.acts_on_batches
     ]
     if later:
@@ -177,7 +177,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     rates = nested_lib.rate_variables(optimizer)
     copies = self.state_of_groups().copies
     replicas = range(copies.engine.num_replicas)
-    # The rates of a PerGroup are one variable.
+    # The rates of a PerModel are one variable.
     self._rates = [
       np.unique(
         np.concatenate(list(map(np.ravel, copies.read(rate, replicas))))
@@ -202,7 +202,7 @@ class BackupAndRestore(group_callback.GroupCallback):
         for name, array in restored.arrays.items()
         if name.startswith(_CALLBACKS)
       }
-      group_callback.restore_state(self.same_fit(), states)
+      per_model_callback.restore_state(self.same_fit(), states)
       self._warn_of_absent(states, path)
       # If all groups had stopped when this backup was made, only the end of
       # `fit` is left: begin after the last epoch, so that nothing is trained.
@@ -257,7 +257,7 @@ class BackupAndRestore(group_callback.GroupCallback):
   def _warn_of_absent(self, states: dict[str, Any], path: epath.Path) -> None:
     """Warns of state in a backup whose callback is not in this `fit`."""
     present = {type(callback).__name__ for callback in self.same_fit()}
-    # The keys are "GroupEarlyStopping/best", "GroupEarlyStopping#2/best".
+    # The keys are "PerModelEarlyStopping/best", "PerModelEarlyStopping#2/best".
     saved = {re.split("[/#]", key)[0] for key in states}
     if saved - present and self._files.is_first:
       logging.warning(
@@ -305,7 +305,7 @@ class BackupAndRestore(group_callback.GroupCallback):
     state = self.state_of_groups(with_optimizer=True)
     topic = "a backup"
     arrays = state.arrays(topic)
-    for key, value in group_callback.collect_state(self.same_fit()).items():
+    for key, value in per_model_callback.collect_state(self.same_fit()).items():
       arrays[_CALLBACKS + key] = np.asarray(value)
     if batch:
       replicas = range(state.copies.engine.num_replicas)

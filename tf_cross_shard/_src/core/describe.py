@@ -232,12 +232,12 @@ def _not_in_force(
     for reason in dict.fromkeys(row.reason for row in plain):
       count = sum(row.reason == reason for row in plain)
       yield "fused_update", f"{count} of {len(rows)} variables: {reason}"
-  by_group = settings.group_settings or {}
+  by_group = settings.per_model or {}
   for name in settings_lib.LIMITS:
     if name in by_group and getattr(settings, name) is not None:
-      yield name, "`group_settings` has a limit for each group"
+      yield name, "`per_model` has a limit for each group"
   if by_group and groups.num_groups == 1:
-    yield "group_settings", "there is one group, which has these numbers"
+    yield "per_model", "there is one group, which has these numbers"
 
 
 def _notes(

@@ -1,11 +1,11 @@
 """The group of the calling replica, and the groups of a strategy.
 
 A step puts the number of the calling replica's group into a context variable.
-`PerGroup` and `GroupSettings` read it while the wrapped optimizer updates the
-weights:
+`PerModel` and `PerModelSettings` read it while the wrapped optimizer updates
+the weights:
 
-    step ─ as_group(group_here(groups)) ─▶ PerGroup       learning_rate[group]
-                                           GroupSettings  weight_decay[group]
+    step ─ as_group(group_here(groups)) ─▶ PerModel       learning_rate[group]
+                                           PerModelSettings  weight_decay[group]
 
 Layers, which run before the step, look up the groups of the strategy that runs
 them: see `groups_of_strategy`. Where all replicas run one program, as on TPUs,
@@ -160,7 +160,7 @@ def per_group(values: Any, groups: Any = None) -> tf.Tensor:
   Use it for anything in which groups should differ, such as a dropout rate, a
   temperature or the strength of data augmentation. Call it in code that
   replicas run: in a function that you pass to `strategy.run`, in the `call` of
-  a layer or in a `train_step`. For learning rates, use `schedules.PerGroup`.
+  a layer or in a `train_step`. For learning rates, use `schedules.PerModel`.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import per_group

@@ -20,7 +20,7 @@ from tf_cross_shard._src.core import (
   single_program,
   validation,
 )
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.facade import arguments, facade
@@ -96,7 +96,7 @@ class CrossShardOptimizer(facade.Facade):
     accumulate_steps: int | None = None,
     shard_update: bool | Literal["elementwise"] = False,
     lazy_rows: bool | Literal["elementwise"] = False,
-    group_settings: "Mapping[str, Sequence[float]] | None" = None,
+    per_model: "Mapping[str, Sequence[float]] | None" = None,
   ) -> None:
     """Wraps `opt`. Create both optimizers inside `strategy.scope()`.
 
@@ -171,14 +171,14 @@ class CrossShardOptimizer(facade.Facade):
         treats every element independently. On TPUs and under
         VectorizedStrategy, whose programs have no shapes that depend on data,
         all rows change.
-      group_settings: A dictionary of lists with a number for each group. Its
+      per_model: A dictionary of lists with a number for each group. Its
         keys are names of settings of `opt` (`"weight_decay"`, `"momentum"`,
         `"beta_1"`, ...) or of the clipping limits above. If a setting
         is nonzero in any group, create `opt` with a nonzero value for this
         setting (that of any such group), because Keras uses it to decide which
         slots to create. Each list is a variable that every step reads: assign
-        a dictionary with other numbers to `optimizer.group_settings`, and the
-        next step uses them. For learning rates, use `schedules.PerGroup`.
+        a dictionary with other numbers to `optimizer.per_model`, and the
+        next step uses them. For learning rates, use `schedules.PerModel`.
 
     Raises:
       ValueError: If `opt` is an unknown name or already a
@@ -197,8 +197,8 @@ class CrossShardOptimizer(facade.Facade):
     engine = reduce.for_strategy(
       self._wrapped.strategy, settings.group_assignment
     )
-    per_group_lib.check_rates_of(opt, engine.groups, self._wrapped.package)
-    per_group_lib.create_rates(opt, self._wrapped.package)
+    per_model_lib.check_rates_of(opt, engine.groups, self._wrapped.package)
+    per_model_lib.create_rates(opt, self._wrapped.package)
     vars(self)["_pipeline"] = pipeline_lib.GradientPipeline(
       settings, self._wrapped, engine
     )
@@ -207,7 +207,7 @@ class CrossShardOptimizer(facade.Facade):
   def learning_rate(self) -> Any:
     """The learning rate of the wrapped optimizer.
 
-    In a replica, a `schedules.PerGroup` is the rate of the replica's group.
+    In a replica, a `schedules.PerModel` is the rate of the replica's group.
     """
     pipeline = optimizer_state.find_pipeline(self)
     if pipeline is None:
@@ -221,17 +221,17 @@ class CrossShardOptimizer(facade.Facade):
     if pipeline is None:  # Keras' constructor is running.
       return
     opt = pipeline.wrapped.optimizer
-    if not callable(value) and per_group_lib.rates_of(opt) is not None:
+    if not callable(value) and per_model_lib.rates_of(opt) is not None:
       raise TypeError(
-        "PerGroup holds a learning rate for each group, so one number cannot"
-        " replace it. Instead of ReduceLROnPlateau, use"
-        " callbacks.GroupReduceLROnPlateau; instead of LearningRateScheduler,"
-        " use a PerGroup of schedules."
+        "PerModel holds a learning rate for each group, so one number cannot"
+        " replace it. Use callbacks.PerModelReduceLROnPlateau instead of"
+        " ReduceLROnPlateau, and a PerModel of schedules instead of"
+        " LearningRateScheduler."
       )
-    schedule = per_group_lib.schedule_class(self._wrapped.package)
-    per_group_lib.check_rates(value, self.groups, schedule)
+    schedule = per_model_lib.schedule_class(self._wrapped.package)
+    per_model_lib.check_rates(value, self.groups, schedule)
     opt.learning_rate = value
-    per_group_lib.create_rates(opt, self._wrapped.package)
+    per_model_lib.create_rates(opt, self._wrapped.package)
 
   @property
   def update_step(self) -> Any:

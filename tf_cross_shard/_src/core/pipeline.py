@@ -24,9 +24,9 @@ import tensorflow as tf
 from tf_cross_shard._src.core import (
   accumulation,
   group_context,
-  group_settings,
   loss_convention,
   nonfinite,
+  per_model_settings,
 )
 from tf_cross_shard._src.core import checks as checks_lib
 from tf_cross_shard._src.core import settings as settings_lib
@@ -76,7 +76,7 @@ class GradientPipeline:
     engine: Sums over the groups of replicas.
     checks: Whether a step may run here.
     convention: The factor by which the loss is multiplied.
-    group_settings: The settings of `wrapped` that differ between groups.
+    per_model: The settings of `wrapped` that differ between groups.
     tables: The embedding tables that are updated by rows.
     update: Reduces gradients and updates the weights.
     window: Accumulates the gradients of several calls; None for one call.
@@ -101,8 +101,8 @@ class GradientPipeline:
       engine.groups.group_size,
     )
     group_context.register(engine)
-    self.group_settings = group_settings.GroupSettings(
-      settings.group_settings, wrapped.base_optimizer, engine
+    self.per_model = per_model_settings.PerModelSettings(
+      settings.per_model, wrapped.base_optimizer, engine
     )
     self.tables = rows_lib.Tables(wrapped, engine, settings.lazy_rows)
     self.guard = nonfinite.NonfiniteGuard(
@@ -144,7 +144,7 @@ class GradientPipeline:
     with (
       self.engine.after_all_sums(sums),
       self.engine.isolate(),
-      self.group_settings.in_force(),
+      self.per_model.in_force(),
     ):
       self.update.read_weights()
       is_finite = self.guard.count(sums)
@@ -174,7 +174,7 @@ class GradientPipeline:
     factor = self.convention.for_gradients()
     if factor != 1:
       grads = [row_sparse.times(grad, factor) for grad in grads]
-    limits = self.group_settings.limits(self.settings.limits)
+    limits = self.per_model.limits(self.settings.limits)
     clipped = list(grads)
     # The first limit that is set has the last word.
     for name in reversed(clipping.LIMITS):
@@ -184,7 +184,7 @@ class GradientPipeline:
       # Gradients may be multiplied by a loss scale: also multiply the limit.
       scaled: Any = {name: self.wrapped.scale_limit(limit)}
       clipped = clipping.select(
-        group_settings.is_nonzero(limit),
+        per_model_settings.is_nonzero(limit),
         clipping.clip(grads, **scaled, keep_infinite=self.guard.may_skip),
         clipped,
       )
@@ -228,23 +228,23 @@ class GradientPipeline:
     return loss if factor == 1 else loss * factor
 
   def replace(self, **changes: Any) -> None:
-    """Replaces clipping limits and `group_settings`, if all are valid.
+    """Replaces clipping limits and `per_model`, if all are valid.
 
-    The next step reads new numbers of `group_settings`. Only steps that are
+    The next step reads new numbers of `per_model`. Only steps that are
     traced afterwards read the limits, and notice that a setting was added to
-    `group_settings` or removed.
+    `per_model` or removed.
     """
     settings = dataclasses.replace(self.settings, **changes)
-    if "group_settings" in changes:
-      self.group_settings.replace(settings.group_settings)
+    if "per_model" in changes:
+      self.per_model.replace(settings.per_model)
     self.settings = settings
 
   def current_settings(self) -> settings_lib.Settings:
-    """Returns the settings, with the present numbers of `group_settings`."""
-    if not self.group_settings.numbers:
+    """Returns the settings, with the present numbers of `per_model`."""
+    if not self.per_model.numbers:
       return self.settings
-    present = self.group_settings.read()
-    return dataclasses.replace(self.settings, group_settings=present)
+    present = self.per_model.read()
+    return dataclasses.replace(self.settings, per_model=present)
 
   def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots, and the sums of a window, unless they exist."""
@@ -268,7 +268,7 @@ class GradientPipeline:
     skipped_steps = self.guard.skipped_steps
     return [
       *([] if skipped_steps is None else [skipped_steps]),
-      *self.group_settings.variables,
+      *self.per_model.variables,
       *self.window_state,
       *self.attached,
     ]

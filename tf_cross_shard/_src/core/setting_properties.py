@@ -25,7 +25,7 @@ class Setting:
     if pipeline is None:
       return None
     settings = pipeline.settings
-    if self._name == "group_settings":
+    if self._name == "per_model":
       settings = pipeline.current_settings()
     return settings.read(self._name)
 

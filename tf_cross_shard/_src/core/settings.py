@@ -88,7 +88,7 @@ class Settings:
     False, "Whether row-sparse gradients update only the rows in the batch."
   )
   # The field is {name: [a number for each group]} or None.
-  group_settings: Any = _setting(
+  per_model: Any = _setting(
     None,
     "A number for each group, by the name of a setting; or None.",
     is_mutable=True,
@@ -100,7 +100,7 @@ class Settings:
       ("loss_averaged_over", loss_factor.check_averaged_over),
       ("wire_dtype", compression.as_wire_dtype),
       ("group_assignment", as_groups),
-      ("group_settings", _as_group_settings),
+      ("per_model", _as_per_model),
     ):
       object.__setattr__(self, name, convert(getattr(self, name)))
     for name in ("skip_nonfinite", "scale_gradients"):
@@ -212,19 +212,19 @@ def _check_limit(name: str, limit: Any) -> None:
     )
 
 
-def _as_group_settings(numbers: Any) -> dict[str, list[float]] | None:
+def _as_per_model(numbers: Any) -> dict[str, list[float]] | None:
   """Returns lists with a number for each group, by the names of settings."""
   try:
     found = {str(k): list(map(float, v)) for k, v in (numbers or {}).items()}
   except (AttributeError, TypeError, ValueError) as error:
     raise ValueError(
-      "`group_settings` must map each setting name to a list with one number"
+      "`per_model` must map each setting name to a list with one number"
       f' per group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
     ) from error
   for name, values in found.items():
     if any(map(math.isnan, values)):
       raise ValueError(
-        f"`group_settings` must contain numbers; {name!r} is {values}."
+        f"`per_model` must contain numbers; {name!r} is {values}."
         " Replace the NaN with a number."
       )
   for name in LIMITS:

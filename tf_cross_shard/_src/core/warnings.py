@@ -26,8 +26,8 @@ _MIXED_EVALUATION: Final = (
   "%s trains %d groups, each with its own weights, but Keras' evaluate(),"
   " predict() and fit(validation_data=...) run each row through the weights of"
   " the replica that receives it, so the result describes none of the groups."
-  " Use tf_cross_shard.callbacks.GroupMetrics, which evaluates every group on"
-  " all rows; see docs/callbacks.md."
+  " Use tf_cross_shard.callbacks.PerModelMetrics, which evaluates every model"
+  " on all rows; see docs/callbacks.md."
 )
 _SHARDED_AVERAGES: Final = (
   "%s divides the moving averages among the replicas (`shard_update`), where"
@@ -38,8 +38,8 @@ _SHARDED_AVERAGES: Final = (
 _RESTORED: Final = (
   "%s trains %d groups, and EarlyStopping(restore_best_weights=True) gives all"
   " groups the weights of group 0. Use"
-  " tf_cross_shard.callbacks.GroupEarlyStopping, which gives each group its own"
-  " best weights."
+  " tf_cross_shard.callbacks.PerModelEarlyStopping, which gives each model its"
+  " own best weights."
 )
 # The attribute that remembers the groups of the last optimizer that was built
 # on a variable.
@@ -54,8 +54,8 @@ _COLLAPSED: Final = (
 _EQUAL_MODELS: Final = (
   "%s trains %d models, and all have the same weights: they began alike, and"
   " saw the same data and settings. Give them other initial weights"
-  " (replica_state.initialize), other settings (schedules.PerGroup,"
-  " group_settings) or other data (per_replica)."
+  " (replica_state.initialize), other settings (schedules.PerModel or the"
+  " argument per_model) or other data (tf_cross_shard.per_model)."
 )
 
 
@@ -73,7 +73,7 @@ class GroupWarnings:
     self._engine = engine
     self._groups = engine.groups
     self._are_models = single_program.are_models(engine.strategy)
-    # Whether GroupMetrics evaluates every group. Then `fit` needs no warning.
+    # Whether PerModelMetrics evaluates each model: `fit` needs no warning then.
     self.is_evaluated_by_group = False
     self._logged: set[str] = set()
     # The count of steps when groups were last meant to have these weights.

@@ -13,7 +13,7 @@ class EvaluationData:
   def __init__(
     self, validation_data: Any, batch_size: int | None, steps: int | None
   ) -> None:
-    """Takes what GroupMetrics takes; raises an error for wrong data."""
+    """Takes what PerModelMetrics takes; raises an error for wrong data."""
     is_tuple = isinstance(validation_data, (tuple, list))
     given = validation_data if is_tuple else (validation_data,)
     # An array has a shape; a dataset and a generator have none.
@@ -53,7 +53,7 @@ class EvaluationData:
 
   @property
   def is_by_model(self) -> bool:
-    """Whether `per_replica` gives each model its own part of the data."""
+    """Whether `per_model` gives each model its own part of the data."""
     spec = getattr(self._batches["x"], "element_spec", None)
     return any(
       isinstance(leaf, tf.TypeSpec)

@@ -22,9 +22,9 @@ from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.fit import (
   evaluation_data,
-  group_evaluation,
   keras_fit,
   mean_model,
+  per_model_evaluation,
 )
 from tf_cross_shard._src.replica_state import group_models, group_state
 
@@ -68,15 +68,15 @@ class PlainEvaluator:
           result = model.get_metrics_result()
         else:
           result = program()
-      flat = group_evaluation.flat(result)
-      metrics = {n: group_evaluation.as_value(v) for n, v in flat.items()}
+      flat = per_model_evaluation.flat(result)
+      metrics = {n: per_model_evaluation.as_value(v) for n, v in flat.items()}
     if workers is not None:
       text = json.dumps({n: np.asarray(v).tolist() for n, v in metrics.items()})
       [text, *_] = agreement.exchange(
         workers, f"evaluating {key}", text, workers.step_timeout
       )
       received = json.loads(text).items()
-      metrics = {n: group_evaluation.as_value(v) for n, v in received}
+      metrics = {n: per_model_evaluation.as_value(v) for n, v in received}
     return {f"{name}/{key}": value for name, value in metrics.items()}
 
   def _program(self, model: Any) -> Any:
@@ -86,10 +86,10 @@ class PlainEvaluator:
     """
     data = self._data.dataset
     is_traceable = self._may_trace and data is not None
-    if not (is_traceable and group_evaluation.is_traceable(model)):
+    if not (is_traceable and per_model_evaluation.is_traceable(model)):
       return None
     if id(model) not in self._programs:
-      self._programs[id(model)] = group_evaluation.program(model, data)
+      self._programs[id(model)] = per_model_evaluation.program(model, data)
     return self._programs[id(model)]
 
 
@@ -101,7 +101,7 @@ class ModelsEvaluator:
     model: Any,
     keys: Sequence[str],
     data: evaluation_data.EvaluationData,
-    metrics: group_evaluation.MetricsOfModels,
+    metrics: per_model_evaluation.MetricsOfModels,
     has_ensemble: bool,
   ) -> None:
     self._model, self._keys = model, keys

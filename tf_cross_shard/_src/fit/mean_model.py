@@ -78,9 +78,9 @@ def compile_like(source: Any, target: Any) -> None:
   config = keras_fit.compile_arguments(source)
   if config is None:
     raise ValueError(
-      f"GroupMetrics copies loss and metrics of {type(source).__name__}, whose"
-      " compile() of Keras was not called. Compile the model, or pass `twin`, a"
-      " function that returns a compiled plain model."
+      f"PerModelMetrics copies loss and metrics of {type(source).__name__},"
+      " whose compile() of Keras was not called. Compile the model, or pass"
+      " `twin`, a function that returns a compiled plain model."
     )
   del config["optimizer"]
   target.compile(**tf.nest.map_structure(_copy, config))

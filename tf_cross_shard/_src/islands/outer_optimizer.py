@@ -25,11 +25,11 @@ from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.fit import group_callback, keras_fit
+from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.replica_state import group_state
 
 
-class OuterOptimizer(group_callback.GroupCallback):
+class OuterOptimizer(per_model_callback.PerModelCallback):
   """Trains groups independently and synchronizes them every H steps (DiLoCo).
 
   Use it where the network between the groups is slow. A CrossShardOptimizer
@@ -129,8 +129,8 @@ class OuterOptimizer(group_callback.GroupCallback):
       ValueError: If `every`, `warmup` or `wire_dtype` has no valid value.
     """
     super().__init__()
-    every = group_callback.check_count("every", every, 1, "steps")
-    warmup = group_callback.check_count("warmup", warmup, 0, "steps")
+    every = per_model_callback.check_count("every", every, 1, "steps")
+    warmup = per_model_callback.check_count("warmup", warmup, 0, "steps")
     compression.as_wire_dtype(wire_dtype)
     self._every = every
     self._optimizer = optimizer

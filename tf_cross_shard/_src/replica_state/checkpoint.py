@@ -175,7 +175,7 @@ def read_group(path: Any, group: int, model: Any) -> Any:
   before it changes anything.
 
   Args:
-    path: A file that `save` or `GroupCheckpoint` wrote.
+    path: A file that `save` or `PerModelCheckpoint` wrote.
     group: The number of the group, from 0, in the order in which the groups
       were saved.
     model: A built model that was created by the same code outside any strategy,

@@ -195,7 +195,7 @@ def ensemble(
 
   for each of the model's outputs or, if `stack`, the outputs of all groups as
   `[rows, num_groups, ...]`. The model consists of one `load_group` model
-  for each group, named `group_0`, `group_1`, ..., and of Keras' own Average
+  for each group, named `model_0`, `model_1`, ..., and of Keras' own Average
   layer, so you can save, export and load it without this package. If the
   model ends with softmax, the ensemble averages probabilities; if it returns
   logits, the ensemble averages logits.
@@ -236,7 +236,7 @@ def ensemble(
       member_inputs = _inputs_of(keras, member)
       with group_context.as_group(i):
         group = keras.Model(
-          member_inputs, member(member_inputs), name=f"group_{i}"
+          member_inputs, member(member_inputs), name=f"model_{i}"
         )
         outputs.append(group(inputs))
     join = _stack_of if stack else _mean_of
@@ -334,7 +334,7 @@ def _clone(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
       f" Create and build a second {cls.__name__} yourself, outside"
       " `strategy.scope()`, and pass it as `into` to load_group or best_model."
-      " For GroupMetrics, pass a function that returns such a model as `twin`."
+      " For PerModelMetrics, pass a function that returns one as `twin`."
     ) from error
   finally:
     random.setstate(numbers)

@@ -19,7 +19,7 @@ from absl import logging
 
 from tf_cross_shard._src.core import group_value
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.replica_state import (
   archive,
   group_models,
@@ -31,7 +31,7 @@ from tf_cross_shard._src.search import study as study_lib
 from tf_cross_shard._src.search import weights as weights_lib
 
 
-class OptunaSearch(group_callback.GroupMonitor):
+class OptunaSearch(per_model_callback.PerModelMonitor):
   """Searches hyperparameters: an Optuna study drives the groups of one `fit`.
 
   Each group trains one trial at a time, from the state that the group has when
@@ -64,7 +64,7 @@ class OptunaSearch(group_callback.GroupMonitor):
   ...   validation_data=(x, 5 * x),
   ...   epochs=search.most_epochs,
   ...   verbose=0,
-  ...   callbacks=[callbacks.GroupMetrics(), search],
+  ...   callbacks=[callbacks.PerModelMetrics(), search],
   ... )
   >>> best = search.best_model()
   >>> best.compile(loss="mse")
@@ -88,7 +88,7 @@ class OptunaSearch(group_callback.GroupMonitor):
     trials: int,
     epochs: int,
     monitor: str = "val_loss",
-    mode: group_callback.Mode = "auto",
+    mode: per_model_callback.Mode = "auto",
     folder: Any = None,
   ) -> None:
     """Creates a search.
@@ -98,12 +98,12 @@ class OptunaSearch(group_callback.GroupMonitor):
         it.
       suggest: A function of an `optuna.Trial` that returns the trial's
         settings, a dictionary of numbers, with the same names for each trial:
-        `"learning_rate"`, any name of the optimizer's `group_settings`, or a
+        `"learning_rate"`, any name of the optimizer's `per_model`, or a
         setting of the model, which reads it by `value`.
       trials: The number of trials that this `fit` trains.
       epochs: The number of epochs of a trial.
-      monitor: The metric that is reported, as `GroupMetrics` names it, without
-        the suffix `/group_0`.
+      monitor: The metric that is reported, as `PerModelMetrics` names it,
+        without the suffix `/model_0`.
       mode: `"min"`, `"max"`, or `"auto"`. The study's `direction` must agree.
       folder: A folder for the weights of the best trials. None keeps them in
         memory. Processes that share a study can share the folder.
@@ -129,8 +129,8 @@ class OptunaSearch(group_callback.GroupMonitor):
         f" numbers; got {suggest!r}."
       )
     self.study = study
-    self.trials = group_callback.check_count("trials", trials, 1, "trials")
-    self.epochs = group_callback.check_count("epochs", epochs, 1, "epochs")
+    self.trials = per_model_callback.check_count("trials", trials, 1, "trials")
+    self.epochs = per_model_callback.check_count("epochs", epochs, 1, "epochs")
     self._suggest = suggest
     self._folder = None if folder is None else paths.as_path(folder, "folder")
     self._settings = settings_lib.TrialSettings()
@@ -200,7 +200,7 @@ class OptunaSearch(group_callback.GroupMonitor):
         )
       if getattr(other, "every", 1) != 1 and other.prefix:
         raise ValueError(
-          "OptunaSearch needs metrics after each epoch, but GroupMetrics has"
+          "OptunaSearch needs metrics after each epoch, but PerModelMetrics has"
           f" every={getattr(other, 'every', 1)}. Use every=1."
         )
     self._direction()

@@ -8,7 +8,7 @@ from tf_cross_shard._src.core import group_value, optimizer_state
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
-from tf_cross_shard._src.fit import group_rates
+from tf_cross_shard._src.fit import per_model_rates
 from tf_cross_shard._src.search import study as study_lib
 
 _RATE: Final = "learning_rate"
@@ -30,7 +30,7 @@ class TrialSettings:
   ) -> None:
     """Creates the variables of settings, before a step is traced."""
     if _RATE in settings:
-      group_rates.check(model, "OptunaSearch")
+      per_model_rates.check(model, "OptunaSearch")
     before = _of_optimizer(model)
     known = {
       *vars(wrapped_lib.base_optimizer(model.optimizer)),
@@ -46,7 +46,7 @@ class TrialSettings:
         f" groups. Use CrossShardOptimizer({kind}(...))."
       )
     rows = {name: [settings[name]] * num_groups for name in new}
-    model.optimizer.group_settings = {**before, **rows}
+    model.optimizer.per_model = {**before, **rows}
     if model.train_function is not None:
       # An earlier `fit` has traced a step that does not read them.
       model.make_train_function(force=True)
@@ -55,17 +55,17 @@ class TrialSettings:
     """Returns the variables that are settings, not state of a trial."""
     settings = list(nested_lib.rate_variables(optimizer))
     for pipeline in optimizer_state.pipelines_of(optimizer):
-      settings += pipeline.group_settings.variables
+      settings += pipeline.per_model.variables
     return settings
 
   def write(self, model: Any, running: RunningTrials) -> None:
     """Sets the settings of all groups to those of their trials."""
     if any(trial is not None and _RATE in trial.settings for trial in running):
-      rates = {_RATE: group_rates.read(model)}
-      group_rates.write(model, _merged(rates, running)[_RATE])
+      rates = {_RATE: per_model_rates.read(model)}
+      per_model_rates.write(model, _merged(rates, running)[_RATE])
     before = _of_optimizer(model)
     if (rows := _merged(before, running)) != before:
-      model.optimizer.group_settings = rows
+      model.optimizer.per_model = rows
     self.write_values(model, running)
 
   def write_values(self, model: Any, running: RunningTrials) -> None:
@@ -95,7 +95,7 @@ class TrialSettings:
 
 
 def _of_optimizer(model: Any) -> dict[str, list[float]]:
-  return getattr(model.optimizer, "group_settings", None) or {}
+  return getattr(model.optimizer, "per_model", None) or {}
 
 
 def _merged(

@@ -56,7 +56,7 @@ class ReplicaValues(values.PerReplica):
     return ReplicaValuesSpec(spec, self.count, self.layout)
 
 
-def per_replica(values: Any) -> Any:
+def per_model(values: Any) -> Any:
   """Marks values of which each model of a VectorizedStrategy receives its own.
 
   Use it in `dataset.map` after `batch`, or on an argument of `strategy.run`:
@@ -66,11 +66,11 @@ def per_replica(values: Any) -> Any:
 
   >>> import numpy as np
   >>> import tensorflow as tf
-  >>> from tf_cross_shard import VectorizedStrategy, per_replica
+  >>> from tf_cross_shard import VectorizedStrategy, per_model
   >>> x = np.ones([4, 1], "float32")
   >>> folds = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])
   >>> data = tf.data.Dataset.from_tensor_slices((x, x, folds)).batch(4)
-  >>> data = data.map(lambda x, y, w: (x, y, per_replica(tf.transpose(w))))
+  >>> data = data.map(lambda x, y, w: (x, y, per_model(tf.transpose(w))))
   >>> strategy = VectorizedStrategy(2)
   >>> [(x, y, weights)] = strategy.experimental_distribute_dataset(data)
   >>> strategy.experimental_local_results(weights)[1].numpy().tolist()
@@ -93,7 +93,7 @@ def per_replica(values: Any) -> Any:
     tensor = tf.convert_to_tensor(value)
     if not tensor.shape.rank or tensor.shape[0] is None:
       raise ValueError(
-        "`values` of per_replica must have a known number of rows, one for each"
+        "`values` of per_model must have a known number of rows, one for each"
         f" model; got shape {tensor.shape}. Use tf.ensure_shape(values, [n,"
         " None, ...])."
       )
@@ -157,9 +157,9 @@ class ReplicaValuesSpec(tf.TypeSpec):
 
   def _batch(self, *args: Any) -> Any:
     raise ValueError(
-      "`values` of per_replica cannot be batched, unbatched or put in windows,"
+      "`values` of per_model cannot be batched, unbatched or put in windows,"
       f" because their first axis is the models; got {self._spec}. Use"
-      " per_replica in a `map` after `batch`."
+      " per_model in a `map` after `batch`."
     )
 
   _unbatch = _to_batched_tensor_list = _to_legacy_output_shapes = _batch

@@ -73,7 +73,7 @@ class StackedDataset(input_lib.DistributedDataset):
 def share(
   dataset: tf.data.Dataset, count: int, options: Any = None
 ) -> StackedDataset:
-  """Gives every replica all elements; of `per_replica`, its own row."""
+  """Gives every replica all elements; of `per_model`, its own row."""
 
   def spec_of(leaf: tf.TypeSpec) -> tf.TypeSpec:
     if not isinstance(leaf, arguments.ReplicaValuesSpec):
@@ -81,7 +81,7 @@ def share(
       return arguments.ReplicaValuesSpec(leaf, count, layout)
     if leaf.count != count:
       raise ValueError(
-        f"`values` of per_replica has {leaf.count} rows, but the strategy has"
+        f"`values` of per_model has {leaf.count} rows, but the strategy has"
         f" {count} models. Give each model one row."
       )
     return leaf

@@ -87,6 +87,6 @@ def in_dtype(number: Any, dtype: tf.DType) -> Any:
   """Returns a number that can be combined with a tensor of a dtype."""
   if not isinstance(number, float):
     return tf.cast(number, dtype)
-  # `tf.cast` would round a float to float32. A `GroupSetting` is a float, too.
+  # `tf.cast` would round a float to float32. PerModelSetting is a float, too.
   is_tensor = hasattr(number, "__tf_tensor__")
   return tf.convert_to_tensor(number, dtype) if is_tensor else number

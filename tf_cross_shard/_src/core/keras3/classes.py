@@ -24,7 +24,7 @@ from tf_cross_shard._src.core import (
   loss_scale,
   optimizer,
 )
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core.keras3 import binding
 
 
@@ -77,8 +77,8 @@ class CrossShardOptimizer(
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @documented
-class PerGroup(
-  per_group_lib.PerGroup,
+class PerModel(
+  per_model_lib.PerModel,
   keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate, or another schedule, for each group."""

@@ -1,4 +1,4 @@
-"""CrossShardOptimizer and the schedule PerGroup, for tf_keras (Keras 2).
+"""CrossShardOptimizer and the schedule PerModel, for tf_keras (Keras 2).
 
 If `tf.keras` is tf_keras (TF_USE_LEGACY_KERAS=1),
 `tf_cross_shard.CrossShardOptimizer` is the class in this module. In a program
@@ -27,7 +27,7 @@ from tf_cross_shard._src.core import (
   optimizer,
   validation,
 )
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core.gradients import differentiate
 from tf_cross_shard._src.core.tf_keras import facade
@@ -147,8 +147,8 @@ class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.TfKerasFacade):
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @documented
-class PerGroup(
-  per_group_lib.PerGroup,
+class PerModel(
+  per_model_lib.PerModel,
   keras.optimizers.schedules.LearningRateSchedule,
 ):
   """A schedule with a learning rate, or another schedule, for each group."""

@@ -79,7 +79,7 @@ def _variables_of_rate(rate: Any, optimizer: Optimizer) -> Iterator[Variable]:
   if variables_lib.is_variable(rate):
     yield rate
     return
-  numbers: Any = getattr(rate, "numbers", None)  # of a PerGroup
+  numbers: Any = getattr(rate, "numbers", None)  # of a PerModel
   if hasattr(numbers, "variable"):
     strategy = keras_private.strategy(optimizer)
     if single_program.are_models(strategy):

@@ -4,18 +4,18 @@ from typing import Any
 
 import numpy as np
 
-from tf_cross_shard._src.fit import group_callback, group_rates
+from tf_cross_shard._src.fit import per_model_callback, per_model_rates
 
 
-class GroupReduceLROnPlateau(group_callback.GroupMonitor):
+class PerModelReduceLROnPlateau(per_model_callback.PerModelMonitor):
   """Lowers the learning rate of each group that has stopped improving.
 
   The callback works like `tf.keras.callbacks.ReduceLROnPlateau`, but monitors
   each group separately, by the group's own metric. The learning rate of the
-  optimizer must be a number, or a `schedules.PerGroup` of numbers. Changing a
+  optimizer must be a number, or a `schedules.PerModel` of numbers. Changing a
   learning rate does not trace the training step again. As Keras' callback does,
   this one writes the learning rates of the epoch into the logs, as
-  `learning_rate/group_0` and so on.
+  `learning_rate/model_0` and so on.
 
   >>> import numpy as np, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
@@ -24,17 +24,17 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
   ...   model = tf.keras.Sequential(
   ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ...   )
-  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([2.0, 0.01]))
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerModel([2.0, 0.01]))
   ...   model.compile(
   ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
   ...   )
   >>> x = np.ones([4, 1], "float32")
-  >>> lower = callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+  >>> lower = callbacks.PerModelReduceLROnPlateau(factor=0.5, patience=1)
   >>> _ = model.fit(
   ...   *(x, 5 * x),
   ...   epochs=3,
   ...   verbose=0,
-  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), lower],
+  ...   callbacks=[callbacks.PerModelMetrics((x, 5 * x)), lower],
   ... )
   >>> [round(rate, 4) for rate in lower.learning_rates]
   [0.5, 0.01]
@@ -52,7 +52,7 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
     monitor: str = "val_loss",
     factor: float = 0.1,
     patience: int = 10,
-    mode: group_callback.Mode = "auto",
+    mode: per_model_callback.Mode = "auto",
     min_delta: float = 1e-4,
     cooldown: int = 0,
     min_lr: float = 0.0,
@@ -63,8 +63,8 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
     from Keras.
 
     Args:
-      monitor: The metric that decides, as `GroupMetrics` names it, without the
-        suffix `/group_0`.
+      monitor: The metric that decides, as `PerModelMetrics` names it, without
+        the suffix `/model_0`.
       factor: The number, between 0 and 1, by which a learning rate is
         multiplied.
       patience: The number of evaluations without improvement after which the
@@ -77,11 +77,11 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
       min_lr: The least learning rate.
     """
     super().__init__(monitor, mode, patience, min_delta)
-    cooldown = group_callback.check_count(
+    cooldown = per_model_callback.check_count(
       "cooldown", cooldown, 0, "evaluations"
     )
-    group_callback.check_number("min_lr", min_lr)
-    group_callback.check_number("factor", factor)
+    per_model_callback.check_number("min_lr", min_lr)
+    per_model_callback.check_number("factor", factor)
     if not 0.0 < factor < 1.0:
       raise ValueError(f"`factor` must be between 0 and 1; got {factor!r}.")
     self.factor = factor
@@ -92,11 +92,11 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
   def set_model(self, model: Any) -> None:
     """Sets the model, whose optimizer has learning rates that can be set."""
     super().set_model(model)
-    group_rates.check(model, "GroupReduceLROnPlateau")
+    per_model_rates.check(model, "PerModelReduceLROnPlateau")
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Lowers the learning rates of the groups whose metric is on a plateau."""
-    rates = group_rates.read(self.model)
+    rates = per_model_rates.read(self.model)
     if logs is not None:
       named = zip(self.keys, rates, strict=True)
       logs.update({f"learning_rate/{key}": rate for key, rate in named})
@@ -109,7 +109,7 @@ class GroupReduceLROnPlateau(group_callback.GroupMonitor):
         self._numbers["cooldown_counter"][i] = self.cooldown
         self._numbers["wait"][i] = 0
     self.learning_rates = rates
-    group_rates.write(self.model, rates)
+    per_model_rates.write(self.model, rates)
 
   def _on_plateau(self, logs: Any) -> Any:
     """Counts evaluations; returns which groups are on a plateau."""

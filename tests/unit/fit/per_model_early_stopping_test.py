@@ -1,4 +1,4 @@
-"""GroupEarlyStopping stops each group as Keras' EarlyStopping stops a model."""
+"""PerModelEarlyStopping stops each model as EarlyStopping stops one."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
   """The best weights are restored bit for bit."""
   model = cases.grouped("mirrored", CROSSED)
   [stop] = cases.begin(
-    model, callbacks.GroupEarlyStopping(patience=2, min_delta=min_delta)
+    model, callbacks.PerModelEarlyStopping(patience=2, min_delta=min_delta)
   )
   for epoch in range(len(SERIES[0])):
     cases.mark(model, epoch)
@@ -61,15 +61,15 @@ class _Known(tf.keras.callbacks.Callback):  # type: ignore[misc]
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     self.weights.append(list(map(testbed.copies, self.model.weights)))
     for i, series in enumerate(KNOWN):
-      logs[f"val_mae/group_{i}"] = series[epoch]
+      logs[f"val_mae/model_{i}"] = series[epoch]
 
 
 @pytest.mark.tf_keras_mode
 def test_fit_ends_with_each_group_at_its_best(said: list[str]) -> None:
   """`fit` restores each group's best weights, and logs no warning."""
   model, known = cases.grouped("mirrored", CROSSED), _Known()
-  stop = callbacks.GroupEarlyStopping("val_mae", mode="max", patience=1)
-  judge = callbacks.GroupMetrics(cases.VALIDATION)
+  stop = callbacks.PerModelEarlyStopping("val_mae", mode="max", patience=1)
+  judge = callbacks.PerModelMetrics(cases.VALIDATION)
   history = cases.fit(model, judge, known, stop, epochs=6)
   assert len(history["loss"]) == len(KNOWN[0])
   assert stop.best_epoch == [1, 0]

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.replica_state import archive, group_state
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
 
-class GroupCheckpoint(group_callback.GroupMonitor):
+class PerModelCheckpoint(per_model_callback.PerModelMonitor):
   """Keeps the best weights and optimizer state of each group in one file.
 
   When a group improves, the group's current state is written to the file. The
@@ -36,12 +36,12 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   ...   model.compile(optimizer, "mse")
   >>> x = np.ones([4, 1], "float32")
   >>> with tempfile.TemporaryDirectory() as folder:
-  ...   keep = callbacks.GroupCheckpoint(f"{folder}/best")
+  ...   keep = callbacks.PerModelCheckpoint(f"{folder}/best")
   ...   _ = model.fit(
   ...     *(x, 5 * x),
   ...     epochs=3,
   ...     verbose=0,
-  ...     callbacks=[callbacks.GroupMetrics((x, 5 * x)), keep],
+  ...     callbacks=[callbacks.PerModelMetrics((x, 5 * x)), keep],
   ...   )
   ...   replica_state.restore(f"{folder}/best", optimizer, model)
   >>> [int(i) for i in replica_state.group_values(sgd.iterations, optimizer)]
@@ -60,14 +60,14 @@ class GroupCheckpoint(group_callback.GroupMonitor):
     self,
     path: Any,
     monitor: str = "val_loss",
-    mode: group_callback.Mode = "auto",
+    mode: per_model_callback.Mode = "auto",
   ) -> None:
     """Sets the file and the metric.
 
     Args:
       path: The file. Its folder is created if necessary.
-      monitor: The metric that decides, as `GroupMetrics` names it, without the
-        suffix `/group_0`.
+      monitor: The metric that decides, as `PerModelMetrics` names it, without
+        the suffix `/model_0`.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
     """
     super().__init__(monitor, mode)
@@ -169,8 +169,8 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   def _misfit(self, wanted: str) -> archive.CheckpointError:
     """Returns the error for a file of another model or metric."""
     return archive.CheckpointError(
-      f"GroupCheckpoint cannot continue with {self._path}, which does not hold"
-      f" {wanted}. Name another file, or delete this one to start again."
+      f"PerModelCheckpoint cannot continue with {self._path}, which does not"
+      f" hold {wanted}. Name another file, or delete this one to start again."
     )
 
   def _write(
@@ -178,7 +178,7 @@ class GroupCheckpoint(group_callback.GroupMonitor):
   ) -> None:
     """Replaces the improved groups' part of the file with their new state."""
     topic = f"saving {self._path.name}"
-    prefixes = tuple(f"group_{i}/" for i in improved)
+    prefixes = tuple(f"model_{i}/" for i in improved)
     new = state.arrays(topic).items()
     kept = {n: a for n, a in self._kept.items() if not n.startswith(prefixes)}
     self._kept = kept | {n: a for n, a in new if n.startswith(prefixes)}

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
@@ -17,21 +17,21 @@ def check(model: Any, caller: str) -> None:
 
   The error names the `caller`.
   """
-  rates = per_group_lib.rates_of(model.optimizer)
+  rates = per_model_lib.rates_of(model.optimizer)
   if rates is not None and any(map(callable, rates.rates)):
     raise TypeError(
-      f"{caller} sets learning rates, but PerGroup holds schedules:"
-      f" {rates.rates}. Pass numbers to PerGroup."
+      f"{caller} sets learning rates, but PerModel holds schedules:"
+      f" {rates.rates}. Pass numbers to PerModel."
     )
   if len(nested_lib.rate_variables(model.optimizer)) != 1:
     raise TypeError(
       f"{caller} needs an optimizer with one learning rate that can be set, not"
-      " a schedule. Give it a number, or schedules.PerGroup of numbers."
+      " a schedule. Give it a number, or schedules.PerModel of numbers."
     )
 
 
 def read(model: Any) -> list[float]:
-  rates = per_group_lib.rates_of(model.optimizer)
+  rates = per_model_lib.rates_of(model.optimizer)
   if rates is not None:
     return rates.values(step=0)  # They are numbers.
   variable, copies, groups = _of_number(model)
@@ -40,7 +40,7 @@ def read(model: Any) -> list[float]:
 
 
 def write(model: Any, rates: Sequence[float]) -> None:
-  per_group = per_group_lib.rates_of(model.optimizer)
+  per_group = per_model_lib.rates_of(model.optimizer)
   if per_group is not None:
     per_group.assign(rates)
     return

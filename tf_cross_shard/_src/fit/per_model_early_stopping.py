@@ -5,13 +5,13 @@ from typing import Any, Final
 import numpy as np
 
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.replica_state import group_state
 
 _WEIGHTS: Final = "best_weights/"  # prefix of the best weights in a backup
 
 
-class GroupEarlyStopping(group_callback.GroupMonitor):
+class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
   """Stops `fit` when every group has stopped improving.
 
   The callback works like `tf.keras.callbacks.EarlyStopping`, but monitors each
@@ -34,12 +34,12 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
   ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
   ...   )
   >>> x = np.ones([4, 1], "float32")
-  >>> stop = callbacks.GroupEarlyStopping(patience=2)
+  >>> stop = callbacks.PerModelEarlyStopping(patience=2)
   >>> _ = model.fit(
   ...   *(x, 5 * x),
   ...   epochs=9,
   ...   verbose=0,
-  ...   callbacks=[callbacks.GroupMetrics((x, 5 * x)), stop],
+  ...   callbacks=[callbacks.PerModelMetrics((x, 5 * x)), stop],
   ... )
   >>> stop.best_epoch, stop.stopped_epoch
   ([0, 0], [2, 2])
@@ -50,7 +50,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
   def __init__(
     self,
     monitor: str = "val_loss",
-    mode: group_callback.Mode = "auto",
+    mode: per_model_callback.Mode = "auto",
     patience: int = 0,
     min_delta: float = 0.0,
     restore_best_weights: bool = True,
@@ -62,8 +62,8 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
     order differs from Keras.
 
     Args:
-      monitor: The metric that decides, as `GroupMetrics` names it, without the
-        suffix `/group_0`.
+      monitor: The metric that decides, as `PerModelMetrics` names it, without
+        the suffix `/model_0`.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       patience: The number of evaluations without improvement after which a
         group stops.
@@ -77,7 +77,7 @@ class GroupEarlyStopping(group_callback.GroupMonitor):
       start_from_epoch: The number of epochs to ignore at the start.
     """
     super().__init__(monitor, mode, patience, min_delta)
-    start_from_epoch = group_callback.check_count(
+    start_from_epoch = per_model_callback.check_count(
       "start_from_epoch", start_from_epoch, 0, "epochs"
     )
     self.restore_best_weights = restore_best_weights

@@ -1,7 +1,7 @@
 """Base classes of the callbacks: their order, their saved state, their metrics.
 
-    GroupCallback     knows the other callbacks of the same `fit`
-      GroupMonitor    monitors a metric of each group that GroupMetrics writes
+    PerModelCallback     knows the other callbacks of the same `fit`
+      PerModelMonitor    monitors a metric of each model
 
 A Keras callback cannot see the other callbacks. Keras calls `set_model`
 and `set_params` of all callbacks before it calls `on_train_begin` of the first
@@ -20,14 +20,14 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import optimizer_state, validation
-from tf_cross_shard._src.core import per_group as per_group_lib
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.replica_state import group_state
 
 # All callbacks for which a `fit` has begun.
-_in_fits: "Final[weakref.WeakSet[GroupCallback]]" = weakref.WeakSet()
+_in_fits: "Final[weakref.WeakSet[PerModelCallback]]" = weakref.WeakSet()
 _order = itertools.count()
 
 # Whether a smaller or a larger metric is better; "auto" lets Keras decide.
@@ -38,17 +38,17 @@ def group_names(optimizer: Any) -> list[str]:
   """Returns a name for each group.
 
   The names are those of the `Groups`; else what the groups differ in when the
-  program begins, such as `lr=0.1, momentum=0.9`; else `group_0`, `group_1` and
+  program begins, such as `lr=0.1, momentum=0.9`; else `model_0`, `model_1` and
   so on.
   """
   groups = nested_lib.groups_of(optimizer)
   names = getattr(groups, "names", None)
   if names is None:
-    rates = per_group_lib.rates_of(optimizer)
+    rates = per_model_lib.rates_of(optimizer)
     is_numbers = rates is not None and not any(map(callable, rates.rates))
     settings = {"lr": rates.numbers} if rates is not None and is_numbers else {}
     for pipeline in optimizer_state.pipelines_of(optimizer):
-      settings |= pipeline.group_settings.numbers
+      settings |= pipeline.per_model.numbers
     parts = [
       [f"{name}={number:g}" for number in numbers.initial]
       for name, numbers in settings.items()
@@ -58,7 +58,7 @@ def group_names(optimizer: Any) -> list[str]:
       for names_of_group in zip(*filter(None, parts), strict=False)
     ]
   if len(set(names)) < groups.num_groups:
-    names = [f"group_{i}" for i in range(groups.num_groups)]
+    names = [f"model_{i}" for i in range(groups.num_groups)]
   return list(names)
 
 
@@ -99,14 +99,14 @@ def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
       callback.set_state(saved)
 
 
-def _keys(callback_list: Iterable[Any]) -> dict[str, "GroupCallback"]:
+def _keys(callback_list: Iterable[Any]) -> dict[str, "PerModelCallback"]:
   """Returns this package's callbacks, by class name and, if needed, number."""
-  ours = [c for c in callback_list if isinstance(c, GroupCallback)]
+  ours = [c for c in callback_list if isinstance(c, PerModelCallback)]
   names = names_lib.unique([type(c).__name__ for c in ours])
   return dict(zip(names, ours, strict=True))
 
 
-class GroupCallback(tf.keras.callbacks.Callback):
+class PerModelCallback(tf.keras.callbacks.Callback):
   """Base class of callbacks for a model whose optimizer may have groups.
 
   The model is compiled. The callbacks subclass Keras' callback of `tf.keras`,
@@ -167,7 +167,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
   def on_train_begin(self, logs: Any = None) -> None:
     self.is_skipping_batches = False
 
-  def same_fit(self) -> list["GroupCallback"]:
+  def same_fit(self) -> list["PerModelCallback"]:
     """Returns this package's callbacks in the same `fit`, in list order.
 
     The list is empty in a training loop of your own.
@@ -179,7 +179,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     return sorted(same, key=lambda callback: callback.position_in_list)
 
   def prefixes_before(self) -> list[str]:
-    """Returns the `prefix` of each earlier GroupMetrics in this `fit`."""
+    """Returns the `prefix` of each earlier PerModelMetrics in this `fit`."""
     return [
       callback.prefix
       for callback in self.same_fit()
@@ -188,11 +188,11 @@ class GroupCallback(tf.keras.callbacks.Callback):
 
   @property
   def keys(self) -> list[str]:
-    """How the names of each group's metrics end: its name, or `group_0`."""
+    """How the names of each group's metrics end: its name, or `model_0`."""
     groups = nested_lib.groups_of(self.model.optimizer)
     names = groups.names or ()
     if not names or "ensemble" in names:
-      return [f"group_{i}" for i in range(groups.num_groups)]
+      return [f"model_{i}" for i in range(groups.num_groups)]
     # What follows the last slash in the name of a metric is the key.
     return [name.replace("/", "_") for name in names]
 
@@ -232,7 +232,7 @@ class GroupCallback(tf.keras.callbacks.Callback):
     self.on_test_begin()
 
 
-class GroupMonitor(GroupCallback):
+class PerModelMonitor(PerModelCallback):
   """Monitors one metric per group, as Keras' EarlyStopping does for a model.
 
   The state of the groups is stored in arrays of shape `[num_groups]`: `best`,
@@ -290,10 +290,10 @@ class GroupMonitor(GroupCallback):
       tuple(self.prefixes_before())
     ):
       raise ValueError(
-        f"{type(self).__name__} needs a metric of GroupMetrics, such as"
+        f"{type(self).__name__} needs a metric of PerModelMetrics, such as"
         f" 'val_loss'; got monitor={self.monitor!r}. Put"
-        " GroupMetrics(validation_data) before it in the list of callbacks; its"
-        " `name` is the prefix of its metrics. Training losses cannot be"
+        " PerModelMetrics(validation_data) before it in the list of callbacks;"
+        " its `name` is the prefix of its metrics. Training losses cannot be"
         " monitored."
       )
     for callback in self.same_fit():
@@ -304,8 +304,8 @@ class GroupMonitor(GroupCallback):
   def begin(self, logs: Any) -> bool:
     """Prepares for an epoch; returns whether the logs have the groups' metrics.
 
-    The logs lack them in epochs that `GroupMetrics(every=...)` leaves out. The
-    first call with metrics creates the arrays of the groups.
+    The logs lack them in epochs that `PerModelMetrics(every=...)` leaves out.
+    The first call with metrics creates the arrays of the groups.
 
     Raises:
       ValueError: If there are no metrics in an epoch that should have them.
@@ -313,7 +313,7 @@ class GroupMonitor(GroupCallback):
     keys = self.keys
     name = f"{self.monitor}/{keys[0]}"
     prefixes = tuple(self.prefixes_before())
-    # Whether any GroupMetrics has evaluated after this epoch.
+    # Whether any PerModelMetrics has evaluated after this epoch.
     is_due = not prefixes or any(
       key.startswith(prefixes) and key.endswith(f"/{keys[0]}") for key in logs
     )
@@ -322,9 +322,9 @@ class GroupMonitor(GroupCallback):
         f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
         f" logs, which have {sorted(logs or {})}. "
         + (
-          "GroupMetrics writes the loss and the `metrics` of model.compile."
+          "PerModelMetrics writes the loss and the `metrics` of model.compile."
           if prefixes
-          else "Put GroupMetrics before it in the list of callbacks."
+          else "Put PerModelMetrics before it in the list of callbacks."
         )
       )
     if name not in (logs or {}):

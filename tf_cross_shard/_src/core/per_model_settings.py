@@ -4,7 +4,7 @@
     weight_decay      0.0    0.01    0.1      [num_groups], a variable
 
 While a replica applies sums, the attribute of the wrapped optimizer (such as
-`weight_decay`) is a `GroupSetting`: a number to Python, and the value of the
+`weight_decay`) is a `PerModelSetting`: a number to Python, and the value of the
 replica's group to TensorFlow.
 """
 
@@ -23,7 +23,7 @@ from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.wrapped import overriding
 
 
-class GroupSetting(float):
+class PerModelSetting(float):
   """A setting whose value is a tensor: the number of the replica's group.
 
   Keras computes with this object as with a tensor, and compares it as a number,
@@ -38,7 +38,7 @@ class GroupSetting(float):
 
   def __new__(
     cls, compared_as: float, read: Callable[[], tf.Tensor]
-  ) -> "GroupSetting":
+  ) -> "PerModelSetting":
     """Returns a number with the value that `read` returns, a float64 scalar."""
     made = super().__new__(cls, compared_as)
     made._read, made._tensors = read, {}
@@ -53,7 +53,7 @@ class GroupSetting(float):
 
 
 def _operator(name: str) -> Any:
-  def operate(number: GroupSetting, *others: Any) -> Any:
+  def operate(number: PerModelSetting, *others: Any) -> Any:
     dtypes = [other.dtype for other in others if tf.is_tensor(other)]
     if dtypes or not all(isinstance(x, (int, float)) for x in others):
       tensor = tf.convert_to_tensor(number, *dtypes)
@@ -68,25 +68,25 @@ def _operator(name: str) -> Any:
       compared_as = getattr(float, name)(float(number), *others)
     except (ArithmeticError, TypeError):
       compared_as = math.nan
-    return GroupSetting(compared_as, read)
+    return PerModelSetting(compared_as, read)
 
   return operate
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
-  setattr(GroupSetting, f"__{_name}__", _operator(f"__{_name}__"))
-  setattr(GroupSetting, f"__r{_name}__", _operator(f"__r{_name}__"))
-GroupSetting.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
+  setattr(PerModelSetting, f"__{_name}__", _operator(f"__{_name}__"))
+  setattr(PerModelSetting, f"__r{_name}__", _operator(f"__r{_name}__"))
+PerModelSetting.__neg__ = _operator("__neg__")  # type: ignore[method-assign]
 
 
 def is_nonzero(number: float) -> tf.Tensor | bool:
-  """Returns whether a setting is not 0; a boolean tensor for a GroupSetting."""
-  if isinstance(number, GroupSetting):
+  """Returns whether a setting is not 0; a tensor for a PerModelSetting."""
+  if isinstance(number, PerModelSetting):
     return tf.not_equal(tf.convert_to_tensor(number, tf.float64), 0.0)
   return number != 0
 
 
-class GroupSettings:
+class PerModelSettings:
   """The variables of the settings that differ between groups.
 
   Every optimizer class, kernel and kind of update reads the setting as an
@@ -121,7 +121,7 @@ class GroupSettings:
     for name, values in (numbers or {}).items():
       if len(values) != groups.num_groups:
         raise ValueError(
-          "`group_settings` must have a number for each of the"
+          "`per_model` must have a number for each of the"
           f" {groups.num_groups} groups {groups.to_lists()};"
           f" {name!r} is {values}."
         )
@@ -133,7 +133,7 @@ class GroupSettings:
         before[name].assign(values)
         self.numbers[name] = before[name]
       else:
-        made = group_variable.GroupVariable(f"group_settings/{name}", values)
+        made = group_variable.GroupVariable(f"per_model/{name}", values)
         made.create(self._engine.strategy)
         self.numbers[name] = made
 
@@ -165,10 +165,10 @@ class GroupSettings:
     }
     return overriding.overriding(self._optimizer, **numbers)
 
-  def _number(self, name: str, compared_as: float) -> GroupSetting:
+  def _number(self, name: str, compared_as: float) -> PerModelSetting:
     """Returns the number of the calling replica's group."""
     number, group = self.numbers[name], group_context.current_group()
-    return GroupSetting(
+    return PerModelSetting(
       compared_as, lambda: tf.gather(number.as_tensor(), group)
     )
 
@@ -190,12 +190,12 @@ def _check_setting(
   kind = type(optimizer).__name__
   if name == "learning_rate":
     raise ValueError(
-      "`group_settings` contains 'learning_rate', which may be a schedule. Use"
-      f" {kind}(schedules.PerGroup({values}))."
+      "`per_model` contains 'learning_rate', which may be a schedule. Use"
+      f" {kind}(schedules.PerModel({values}))."
     )
   if name in _NOT_IN_UPDATE:
     raise ValueError(
-      f"`group_settings` contains {name!r}: {values}, but only settings that"
+      f"`per_model` contains {name!r}: {values}, but only settings that"
       f" {kind} reads in its update can differ between groups. Pass"
       f" {kind}({name}=...): this setting has one value for all groups."
     )
@@ -207,22 +207,21 @@ def _check_setting(
     close = difflib.get_close_matches(name, known, 1)
     remedy = f"Did you mean {close[0]!r}?" if close else f"Use one of {known}."
     raise ValueError(
-      f"`group_settings` contains {name!r}, but {kind} has no such setting."
-      f" {remedy}"
+      f"`per_model` contains {name!r}, but {kind} has no such setting. {remedy}"
     )
   setting = vars(optimizer)[name]
   if isinstance(setting, bool) or not isinstance(setting, (int, float)):
     raise ValueError(
-      f"`group_settings` contains {name!r}, but {kind}.{name} is"
+      f"`per_model` contains {name!r}, but {kind}.{name} is"
       f" {setting!r}, and only numeric settings of `opt` can differ between"
       " groups. Set"
-      f" {kind}({name}=...) to one of the numbers in `group_settings`."
+      f" {kind}({name}=...) to one of the numbers in `per_model`."
     )
   # If the setting is 0, Keras creates no slot (momentum), or traces no
   # operation (weight decay).
   if not setting and any(values):
     raise ValueError(
-      f"`group_settings` contains {name!r}: {values}, but {kind}.{name} is"
+      f"`per_model` contains {name!r}: {values}, but {kind}.{name} is"
       f" {setting!r}. With 0, Keras does not create the slots or operations"
       " that the other values need. Create `opt` with one of the nonzero"
       " numbers."

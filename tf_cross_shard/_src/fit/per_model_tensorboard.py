@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.fit import group_callback
+from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.replica_state import group_state
 from tf_cross_shard._src.replica_state import paths as paths_lib
 
@@ -19,16 +19,16 @@ _TEXT: Final = tf.compat.v1.SummaryMetadata(
 )
 
 
-class GroupTensorBoard(group_callback.GroupCallback):
+class PerModelTensorBoard(per_model_callback.PerModelCallback):
   """Writes one TensorBoard run per group, after each epoch.
 
-      log_dir/group_0    val_loss, val_accuracy, learning_rate, drift, ...
-      log_dir/group_1    the same tags
+      log_dir/model_0    val_loss, val_accuracy, learning_rate, drift, ...
+      log_dir/model_1    the same tags
       log_dir/ensemble   val_loss, val_accuracy
 
   All groups use the same tags, so that TensorBoard draws their curves into one
-  chart. With `PerGroup([0.1, 0.01])`, the runs of the groups are named `lr=0.1`
-  and `lr=0.01`. `val_loss` and similar metrics are those that `GroupMetrics`
+  chart. With `PerModel([0.1, 0.01])`, the runs of the groups are named `lr=0.1`
+  and `lr=0.01`. `val_loss` and similar metrics are those that `PerModelMetrics`
   wrote into the logs. `drift` is the distance of the trained weights `w_i` of
   group `i` from the mean over all groups:
 
@@ -46,10 +46,10 @@ class GroupTensorBoard(group_callback.GroupCallback):
   >>> model.compile("sgd", "mse")
   >>> x = tf.ones([4, 1])
   >>> with tempfile.TemporaryDirectory() as folder:
-  ...   board = callbacks.GroupTensorBoard(folder)
+  ...   board = callbacks.PerModelTensorBoard(folder)
   ...   _ = model.fit(x, x, verbose=0, callbacks=[board])
   ...   os.listdir(folder)
-  ['group_0']
+  ['model_0']
 
   On several machines, the first worker writes the files.
   """
@@ -95,7 +95,7 @@ class GroupTensorBoard(group_callback.GroupCallback):
       for curve, number in numbers:
         runs.setdefault(run, {}).setdefault(curve, number)
     if state.copies.is_first:
-      folders = [*group_callback.group_names(optimizer), "ensemble"]
+      folders = [*per_model_callback.group_names(optimizer), "ensemble"]
       for folder, scalars in zip(folders, runs.values(), strict=False):
         about = {}
         if folder != "ensemble":

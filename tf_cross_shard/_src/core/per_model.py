@@ -1,4 +1,4 @@
-"""The learning rate schedule `PerGroup`, which has a rate for each group."""
+"""The learning rate schedule `PerModel`, which has a rate for each group."""
 
 import copy
 import sys
@@ -20,7 +20,7 @@ from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 
-class PerGroup(tf.__internal__.tracking.Trackable):
+class PerModel(tf.__internal__.tracking.Trackable):
   """A learning rate schedule with a rate for each group.
 
   Pass it as the learning rate of the optimizer that a `CrossShardOptimizer`
@@ -33,14 +33,14 @@ class PerGroup(tf.__internal__.tracking.Trackable):
   The numbers are variables that each step reads: `rates.assign([0.1, 0.2])`
   takes effect in the next step, and nothing is traced again. They are saved
   together with the optimizer. Under a `VectorizedStrategy`, a plain Keras
-  optimizer can have a PerGroup, too: each model is a group.
+  optimizer can have a PerModel, too: each model is a group.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, schedules
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():
   ...   weight = tf.Variable(0.0)
-  ...   rates = schedules.PerGroup([0.5, 0.25])
+  ...   rates = schedules.PerModel([0.5, 0.25])
   ...   optimizer = CrossShardOptimizer(
   ...     tf.keras.optimizers.SGD(rates), group_assignment=[[0], [1]]
   ...   )
@@ -108,13 +108,13 @@ class PerGroup(tf.__internal__.tracking.Trackable):
       rates: A number for each group.
 
     Raises:
-      TypeError: If a rate is not a number, or if this PerGroup holds schedules.
+      TypeError: If a rate is not a number, or if this PerModel holds schedules.
       ValueError: If there is not one number for each group.
     """
     if any(self._schedules):
       raise TypeError(
         f"The learning rates of {self!r} cannot be assigned, because a schedule"
-        " decides them. Create PerGroup with numbers."
+        " decides them. Create PerModel with numbers."
       )
     rates = list(rates)
     for rate in rates:
@@ -135,7 +135,7 @@ class PerGroup(tf.__internal__.tracking.Trackable):
   def __repr__(self) -> str:
     """Returns a text with the numbers, and the classes of the schedules."""
     shown = [type(r).__name__ if callable(r) else repr(r) for r in self.rates]
-    return f"PerGroup([{', '.join(shown)}])"
+    return f"PerModel([{', '.join(shown)}])"
 
   def _checked(self, rate: Any) -> Any:
     """Returns a schedule unchanged, and any number as a Python float.
@@ -193,7 +193,7 @@ class PerGroup(tf.__internal__.tracking.Trackable):
       models = single_program.num_copies(strategy)
       if models != len(self._schedules):
         raise ValueError(
-          "`rates` of PerGroup must contain one learning rate for each of the"
+          "`rates` of PerModel must contain one learning rate for each of the"
           f" {models} models of {type(strategy).__name__}; got"
           f" {len(self._schedules)}: {self.rates}."
         )
@@ -201,9 +201,9 @@ class PerGroup(tf.__internal__.tracking.Trackable):
       return replica
     if strategy.num_replicas_in_sync > 1:
       raise RuntimeError(
-        "PerGroup was called in a replica, but not by a CrossShardOptimizer,"
+        "PerModel was called in a replica, but not by a CrossShardOptimizer,"
         " which knows the groups. Wrap the optimizer:"
-        " CrossShardOptimizer(Adam(PerGroup(rates)), group_assignment=...)."
+        " CrossShardOptimizer(Adam(PerModel(rates)), group_assignment=...)."
         " To read the rate, use `learning_rate` of the CrossShardOptimizer."
       )
     return None
@@ -212,7 +212,7 @@ class PerGroup(tf.__internal__.tracking.Trackable):
     """Returns the rates of all groups at a step.
 
     Call it eagerly, outside `tf.function`. The result includes what `assign`
-    and callbacks such as `GroupReduceLROnPlateau` have changed.
+    and callbacks such as `PerModelReduceLROnPlateau` have changed.
 
     Args:
       step: The number of applied steps. Groups that skip steps may be at
@@ -232,20 +232,20 @@ class PerGroup(tf.__internal__.tracking.Trackable):
     return {"rates": [serialize(r) if callable(r) else r for r in self.rates]}
 
   @classmethod
-  def from_config(cls, config: dict[str, Any]) -> "PerGroup":
+  def from_config(cls, config: dict[str, Any]) -> "PerModel":
     """Creates a schedule from what `get_config` returned, without groups."""
     deserialize = sys.modules[cls._package].saving.deserialize_keras_object
     rates = copy.deepcopy(config["rates"])  # Keras changes its argument.
     return cls(deserialize(r) if isinstance(r, dict) else r for r in rates)
 
 
-def _per_groups(rate: Any, schedule: type[Any]) -> Iterator[PerGroup]:
-  """Yields every PerGroup in a learning rate, or in a list of learning rates.
+def _per_groups(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
+  """Yields every PerModel in a learning rate, or in a list of learning rates.
 
-  A schedule (of the class `schedule`) may be a PerGroup, or call one, as a
+  A schedule (of the class `schedule`) may be a PerModel, or call one, as a
   warm-up calls what follows it.
   """
-  if isinstance(rate, PerGroup):
+  if isinstance(rate, PerModel):
     yield rate
   if isinstance(rate, schedule):
     rate = [part for part in vars(rate).values() if part is not rate]
@@ -257,14 +257,14 @@ def _per_groups(rate: Any, schedule: type[Any]) -> Iterator[PerGroup]:
 def check_rates(
   rate: Any, groups: groups_lib.Groups, schedule: type[Any]
 ) -> None:
-  """Raises `ValueError` for a `PerGroup` that does not fit the groups.
+  """Raises `ValueError` for a `PerModel` that does not fit the groups.
 
   `rate` is one learning rate, or a list, as for `_per_groups`.
   """
   for per_group in _per_groups(rate, schedule):
     if len(per_group.rates) != groups.num_groups:
       raise ValueError(
-        "`rates` of PerGroup must contain one learning rate for each of the"
+        "`rates` of PerModel must contain one learning rate for each of the"
         f" {groups.num_groups} groups {groups.to_lists()}; got"
         f" {len(per_group.rates)}: {per_group.rates}. Change `rates` or"
         " `group_assignment`."
@@ -274,25 +274,25 @@ def check_rates(
 def check_rates_of(
   optimizer: Optimizer, groups: groups_lib.Groups, package: str
 ) -> None:
-  """Raises `ValueError` for a `PerGroup` in `optimizer` that does not fit."""
+  """Raises `ValueError` for a `PerModel` in `optimizer` that does not fit."""
   for nested in nested_lib.nested_optimizers(optimizer):
     rates = keras_private.rates_and_schedules(nested)
     check_rates(rates, groups, schedule_class(package))
 
 
 def create_rates(optimizer: Optimizer, package: str) -> None:
-  """Creates the variables of every `PerGroup` in `optimizer`."""
+  """Creates the variables of every `PerModel` in `optimizer`."""
   for nested in nested_lib.nested_optimizers(optimizer):
     rates = keras_private.rates_and_schedules(nested)
     for per_group in _per_groups(rates, schedule_class(package)):
       per_group.create(keras_private.strategy(nested))
 
 
-def rates_of(optimizer: Optimizer) -> PerGroup | None:
-  """Returns the PerGroup that is the learning rate of an optimizer, or None."""
+def rates_of(optimizer: Optimizer) -> PerModel | None:
+  """Returns the PerModel that is the learning rate of an optimizer, or None."""
   for nested in nested_lib.nested_optimizers(optimizer):
     for rate in keras_private.rates_and_schedules(nested):
-      if isinstance(rate, PerGroup):
+      if isinstance(rate, PerModel):
         return rate
   return None
 

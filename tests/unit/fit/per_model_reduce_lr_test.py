@@ -1,4 +1,4 @@
-"""GroupReduceLROnPlateau lowers each group's rate as Keras lowers a model's."""
+"""PerModelReduceLROnPlateau lowers each model's rate as Keras does."""
 
 import pathlib
 from typing import Any
@@ -44,12 +44,12 @@ def test_rates_are_lowered_as_keras_lowers_them(
   traces: list[None] = []
   given = (0.5, 0.25) if per_group else (0.5, 0.5)
   model = cases.with_rates(
-    schedules.PerGroup(given) if per_group else given[0], traces
+    schedules.PerModel(given) if per_group else given[0], traces
   )
   data = tf.data.Dataset.from_tensors((tf.ones([2, 1]), tf.ones([2, 1])))
   for _ in "12":  # `fit` traces a step when it first sees the callback.
     testbed.fit(model, data)
-    [lower] = cases.begin(model, callbacks.GroupReduceLROnPlateau(**OPTIONS))
+    [lower] = cases.begin(model, callbacks.PerModelReduceLROnPlateau(**OPTIONS))
   count = len(traces)
   right = [
     _keras_rates(series, rate)
@@ -67,24 +67,24 @@ def test_rates_are_lowered_as_keras_lowers_them(
   np.testing.assert_allclose(moved, np.full_like(moved, 0.125), rtol=1e-6)
   assert len(traces) == count
   if per_group:
-    with pytest.raises(TypeError, match="GroupReduceLROnPlateau"):
+    with pytest.raises(TypeError, match="PerModelReduceLROnPlateau"):
       model.optimizer.learning_rate = 0.1
 
 
 @pytest.mark.tf_keras_mode
 def test_rates_in_the_logs_and_in_the_schedule() -> None:
   """The logs have the rates of the epoch, `values` those of the next."""
-  rates = schedules.PerGroup([0.5, 0.25])
+  rates = schedules.PerModel([0.5, 0.25])
   model = cases.with_rates(rates, [])
-  lower = callbacks.GroupReduceLROnPlateau(
+  lower = callbacks.PerModelReduceLROnPlateau(
     patience=1, factor=0.5, min_delta=1e6
   )
   x = np.ones([4, 1], "float32")
   data = tf.data.Dataset.from_tensors((x, x))
-  used = [callbacks.GroupMetrics((x, x)), lower]
+  used = [callbacks.PerModelMetrics((x, x)), lower]
   history = testbed.fit(model, data, 3, callbacks=used).history
-  assert history["learning_rate/group_0"] == [0.5, 0.5, 0.25]
-  assert history["learning_rate/group_1"] == [0.25, 0.25, 0.125]
+  assert history["learning_rate/model_0"] == [0.5, 0.5, 0.25]
+  assert history["learning_rate/model_1"] == [0.25, 0.25, 0.125]
   assert rates.values(0) == lower.learning_rates == [0.125, 0.0625]
   with schedules.as_group(1):
     assert float(rates(0)) == 0.0625
@@ -96,14 +96,14 @@ def test_rates_under_loss_scaling() -> None:
   rates = [0.5, 0.25]
   with testbed.mirrored(2).scope():
     model = testbed.one_weight()
-    opt = tf.keras.optimizers.SGD(schedules.PerGroup(rates))
+    opt = tf.keras.optimizers.SGD(schedules.PerModel(rates))
     ours = CrossShardOptimizer(scaled(opt), group_assignment=[[0], [1]])
     model.compile(ours, "mse")
   [lower] = cases.begin(
-    model, callbacks.GroupReduceLROnPlateau(factor=0.5, patience=1)
+    model, callbacks.PerModelReduceLROnPlateau(factor=0.5, patience=1)
   )
   for epoch in range(2):
-    lower.on_epoch_end(epoch, {f"val_loss/group_{i}": 1.0 for i in range(2)})
+    lower.on_epoch_end(epoch, {f"val_loss/model_{i}": 1.0 for i in range(2)})
   assert lower.learning_rates == [rate / 2 for rate in rates]
 
 
@@ -111,11 +111,11 @@ def test_rates_that_cannot_be_lowered() -> None:
   decay = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
   for rates, error, words in (
     (decay, TypeError, "Plateau needs an optimizer with one learning rate"),
-    (schedules.PerGroup([decay, 0.1]), TypeError, "PerGroup holds schedules"),
+    (schedules.PerModel([decay, 0.1]), TypeError, "PerModel holds schedules"),
   ):
     model = cases.with_rates(rates, [])
     with pytest.raises(error, match=words):
-      cases.begin(model, callbacks.GroupReduceLROnPlateau())
+      cases.begin(model, callbacks.PerModelReduceLROnPlateau())
 
 
 @pytest.mark.tf_keras_mode
@@ -128,18 +128,18 @@ def test_files_before_and_after_the_first_change(
   given = [0.5, 0.25]
 
   def make() -> Any:
-    rates = schedules.PerGroup(given)
+    rates = schedules.PerModel(given)
     model = cases.with_rates(rates, [])
     with model.distribute_strategy.scope():
       model.optimizer.build(model.trainable_variables)
     return rates, model
 
-  lower = callbacks.GroupReduceLROnPlateau(
+  lower = callbacks.PerModelReduceLROnPlateau(
     patience=1, factor=0.5, min_delta=1e6
   )
   rates, model = make()
   replica_state.save(tmp_path / "before", model.optimizer, model)
-  used = [callbacks.GroupMetrics((x, x)), lower]
+  used = [callbacks.PerModelMetrics((x, x)), lower]
   testbed.fit(model, data, 2, callbacks=used)
   replica_state.save(tmp_path / "after", model.optimizer, model)
   [kernel] = model.trainable_variables

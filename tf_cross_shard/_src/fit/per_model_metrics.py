@@ -2,11 +2,11 @@
 
 Under VectorizedStrategy, Keras evaluates all models in one program:
 
-    evaluate ─▶ metric variables [n, ...] ─▶ val_loss/group_i
+    evaluate ─▶ metric variables [n, ...] ─▶ val_loss/model_i
 
 Elsewhere, each group is evaluated in a plain model:
 
-    weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/group_i
+    weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/model_i
     all groups ─▶ mean of their predictions ─▶ val_loss/ensemble
 """
 
@@ -28,28 +28,28 @@ from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import (
   evaluation_data,
   evaluators,
-  group_callback,
-  group_evaluation,
   keras_fit,
+  per_model_callback,
+  per_model_evaluation,
 )
 from tf_cross_shard._src.replica_state import group_state
 
 _NO_VALIDATION: Final = (
   "reads the metrics of fit(validation_data=...), and this `fit` has no"
-  " validation_data. Pass it to `fit` or to GroupMetrics."
+  " validation_data. Pass it to `fit` or to PerModelMetrics."
 )
 
 
-class GroupMetrics(group_callback.GroupCallback):
+class PerModelMetrics(per_model_callback.PerModelCallback):
   """Adds the metrics of every group to the logs when an epoch ends.
 
-  The metrics of each group are `val_loss/group_0`, `val_accuracy/group_0` and
+  The metrics of each group are `val_loss/model_0`, `val_accuracy/model_0` and
   so on, or have the names of the groups (`groups.singletons(2, names=["a",
   "b"])`). You see them in the history and in Keras' progress bar. Callbacks of
   this package that come later in the list read them.
 
   **Under VectorizedStrategy**, `fit(validation_data=...)` evaluates all models
-  in one program, and `GroupMetrics()` reads the metrics of each model:
+  in one program, and `PerModelMetrics()` reads the metrics of each model:
 
   >>> import numpy as np
   >>> import tensorflow as tf
@@ -57,19 +57,19 @@ class GroupMetrics(group_callback.GroupCallback):
   >>> with VectorizedStrategy(2).scope():
   ...   model = tf.keras.Sequential([tf.keras.Input((1,))])
   ...   model.add(tf.keras.layers.Dense(1, kernel_initializer="zeros"))
-  ...   sgd = tf.keras.optimizers.SGD(schedules.PerGroup([0.5, 0.25]))
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerModel([0.5, 0.25]))
   ...   model.compile(sgd, "mse")
   >>> x = np.ones([4, 1], "float32")
   >>> history = model.fit(
   ...   *(x, x),
   ...   validation_data=(x, x),
   ...   verbose=0,
-  ...   callbacks=[callbacks.GroupMetrics()],
+  ...   callbacks=[callbacks.PerModelMetrics()],
   ... ).history
-  >>> history["val_loss/group_0"], history["val_loss/group_1"]
+  >>> history["val_loss/model_0"], history["val_loss/model_1"]
   ([1.0], [0.0])
 
-  **Under other strategies**, use `GroupMetrics(data)` instead of
+  **Under other strategies**, use `PerModelMetrics(data)` instead of
   `fit(validation_data=...)`: there, each replica evaluates its share of the
   rows with the weights of its own group, and the result is a mean that
   describes none of the groups. To evaluate a group, the callback loads its
@@ -87,15 +87,15 @@ class GroupMetrics(group_callback.GroupCallback):
   ...   model.compile(
   ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
   ...   )
-  >>> metrics = callbacks.GroupMetrics((x, x))
+  >>> metrics = callbacks.PerModelMetrics((x, x))
   >>> history = model.fit(x, x, verbose=0, callbacks=[metrics]).history
-  >>> sorted(key for key in history if "group_1" in key)
-  ['loss/group_1', 'val_loss/group_1']
+  >>> sorted(key for key in history if "model_1" in key)
+  ['loss/model_1', 'val_loss/model_1']
 
   With data, the callback also evaluates the mean of all groups' predictions, as
   `val_loss/ensemble`. It changes no variable of the model.
 
-  `loss/group_0` and so on are the training losses of each group on its own
+  `loss/model_0` and so on are the training losses of each group on its own
   examples; under VectorizedStrategy, there are all training metrics. On several
   machines, the first worker evaluates and sends the metrics to the other
   workers.
@@ -123,7 +123,7 @@ class GroupMetrics(group_callback.GroupCallback):
         instead; then all other arguments keep their defaults.
       ensemble: Whether to also evaluate the mean prediction of all groups, if
         there are several groups. Outside of VectorizedStrategy, this needs one
-        more plain model for each group. If `per_replica` gives each model its
+        more plain model for each group. If `per_model` gives each model its
         own data, the ensemble is not evaluated.
       every: Evaluate after the first epoch, and then after each epoch whose
         number, counted from 1, is a multiple of `every`.
@@ -132,19 +132,20 @@ class GroupMetrics(group_callback.GroupCallback):
         returns a compiled model, that model's loss and metrics are used. Under
         VectorizedStrategy, the model itself is evaluated.
       batch_size: As in `model.evaluate`, for arrays only.
-      name: The prefix of the names of the metrics. A second GroupMetrics with
-        other data needs a different name: `"test"` gives `test_loss/group_0`.
+      name: The prefix of the names of the metrics. A second PerModelMetrics
+        with other data needs a different name: `"test"` gives
+        `test_loss/model_0`.
       steps: The number of batches of each evaluation; None for all. A dataset
         without end needs it.
     """
     super().__init__()
-    group_callback.check_count("every", every, 1, "epochs")
+    per_model_callback.check_count("every", every, 1, "epochs")
     if steps is not None:
-      group_callback.check_count("steps", steps, 1, "batches")
+      per_model_callback.check_count("steps", steps, 1, "batches")
     if not isinstance(ensemble, bool):
       raise TypeError(
         f"`ensemble` must be True or False; got {type(ensemble).__name__}."
-        " Pass all data as one argument: GroupMetrics((x, y))."
+        " Pass all data as one argument: PerModelMetrics((x, y))."
       )
     if not isinstance(name, str) or not name or "/" in name:
       raise ValueError(
@@ -163,7 +164,7 @@ class GroupMetrics(group_callback.GroupCallback):
           raise ValueError(
             f"`{argument}` must be {default!r} without `validation_data`,"
             f" because `fit` evaluates; got {value!r}. Pass the data:"
-            " GroupMetrics((x, y), ...)."
+            " PerModelMetrics((x, y), ...)."
           )
       self._data = None
     else:
@@ -181,7 +182,7 @@ class GroupMetrics(group_callback.GroupCallback):
     self._training: dict[str, Any] = {}
     self._validation: dict[str, Any] = {}
     # Of models that are one program: reads the metrics of each of them.
-    self._of_models: group_evaluation.MetricsOfModels | None = None
+    self._of_models: per_model_evaluation.MetricsOfModels | None = None
     # What evaluates the groups on the data; None before the first evaluation.
     self._evaluator: (
       evaluators.ModelsEvaluator | evaluators.TwinEvaluator | None
@@ -196,16 +197,16 @@ class GroupMetrics(group_callback.GroupCallback):
       warnings.is_evaluated_by_group = True
     if self.prefix in self.prefixes_before():
       raise ValueError(
-        "`name` must not be that of another GroupMetrics in the list of"
+        "`name` must not be that of another PerModelMetrics in the list of"
         f" callbacks; got {self._name!r} twice. Give the second one a name:"
-        ' GroupMetrics(test_data, name="test").'
+        ' PerModelMetrics(test_data, name="test").'
       )
     self._evaluator = None
     self._known = None
     self.diverged = set()
     if self._data is None:
       if not keras_fit.may_validate():
-        logging.warning("GroupMetrics() %s", _NO_VALIDATION)
+        logging.warning("PerModelMetrics() %s", _NO_VALIDATION)
     elif self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._make_evaluator()
       assert self._evaluator is not None
@@ -218,7 +219,7 @@ class GroupMetrics(group_callback.GroupCallback):
     strategy = self.model.distribute_strategy
     self._of_models = None
     if single_program.are_models(strategy):
-      self._of_models = group_evaluation.MetricsOfModels()
+      self._of_models = per_model_evaluation.MetricsOfModels()
       if self._twin is not None:
         raise ValueError(
           "`twin` must be None under VectorizedStrategy, where the model itself"
@@ -230,14 +231,14 @@ class GroupMetrics(group_callback.GroupCallback):
         "`validation_data` must be given under"
         f" {type(strategy).__name__}, because each replica evaluates its share"
         " of the rows in fit(validation_data=...); got None. Use"
-        " GroupMetrics((x, y)), which evaluates each group on all rows."
+        " PerModelMetrics((x, y)), which evaluates each group on all rows."
       )
 
   def check_monitor(self, monitor: str, callback: str) -> None:
     """Raises `ValueError` if no metric has this name, as far as is known."""
     if self._data is None and not keras_fit.may_validate():
       raise ValueError(
-        f"{callback} has monitor={monitor!r}, but GroupMetrics()"
+        f"{callback} has monitor={monitor!r}, but PerModelMetrics()"
         f" {_NO_VALIDATION}"
       )
     metric = monitor.removeprefix(self.prefix)
@@ -273,7 +274,7 @@ class GroupMetrics(group_callback.GroupCallback):
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds the metrics to the logs for later callbacks."""
-    self._names = group_callback.group_names(self.model.optimizer)
+    self._names = per_model_callback.group_names(self.model.optimizer)
     if logs is not None:
       training = self._training or self._metrics_of_training()
       reported = [*logs]
@@ -309,14 +310,14 @@ class GroupMetrics(group_callback.GroupCallback):
       if name and not math.isfinite(metrics.get(f"{self.prefix}loss/{key}", 0))
     }
     for other in self.same_fit() or [self]:
-      if isinstance(other, GroupMetrics):
+      if isinstance(other, PerModelMetrics):
         new = {n: x for n, x in diverged.items() if n not in other.diverged}
         other.diverged.update(new)
-        break  # One of several GroupMetrics in a `fit` remembers.
+        break  # One of several PerModelMetrics in a `fit` remembers.
     if new:
       logging.warning(
-        "These groups diverged: %s, in epoch %d. GroupEarlyStopping"
-        " and GroupCheckpoint count a diverged group as the worst.",
+        "These groups diverged: %s, in epoch %d. PerModelEarlyStopping"
+        " and PerModelCheckpoint count a diverged group as the worst.",
         ", ".join(f"{name} ({self.prefix}loss {new[name]})" for name in new),
         epoch,
       )

@@ -1,4 +1,4 @@
-"""GroupMetrics evaluates each group as plain Keras evaluates a model."""
+"""PerModelMetrics evaluates each group as plain Keras evaluates a model."""
 
 import functools
 from typing import Any
@@ -65,18 +65,18 @@ def test_metrics_are_those_of_plain_keras(where: str) -> None:
   model = cases.grouped(where, CROSSED)
   cases.set_groups(model.optimizer.learning_rate, RATES)
   seen = _Seen()
-  judge = callbacks.GroupMetrics(VALIDATION, batch_size=4)
+  judge = callbacks.PerModelMetrics(VALIDATION, batch_size=4)
   history = cases.fit(model, judge, seen, epochs=EPOCHS)
   held = training.by_replica(model.weights)
   for i in (0, 1):
     for name in ("val_loss", "val_mae", "val_weighted"):
-      mine = history[f"{name}/group_{i}"]
+      mine = history[f"{name}/model_{i}"]
       np.testing.assert_allclose(mine, _plain(i).history[name], rtol=2e-5)
-      assert mine == [logs[f"{name}/group_{i}"] for logs in seen.logs]
+      assert mine == [logs[f"{name}/model_{i}"] for logs in seen.logs]
       other = _plain(1 - i).history[name]
       assert np.abs(np.subtract(mine, other)).min() > 1e-3
     np.testing.assert_allclose(
-      history[f"loss/group_{i}"], _plain(i).history["loss"], rtol=2e-5
+      history[f"loss/model_{i}"], _plain(i).history["loss"], rtol=2e-5
     )
     weights = _plain(i).model.weights
     for mine, right in zip(held[CROSSED[i][0]], weights, strict=True):
@@ -107,7 +107,7 @@ def test_arrays_are_evaluated_as_by_keras(dtype: str) -> None:
   x, y = rng.integers(-3, 4, (7, 3)), rng.integers(-3, 4, 7)
   data = x.astype(dtype), y.astype(dtype)
   logs: dict[str, float] = {}
-  judge = callbacks.GroupMetrics(data, batch_size=4)
+  judge = callbacks.PerModelMetrics(data, batch_size=4)
   judge.set_model(model)
   judge.on_train_begin()
   judge.on_epoch_end(0, logs)
@@ -116,7 +116,7 @@ def test_arrays_are_evaluated_as_by_keras(dtype: str) -> None:
   plain.compile("sgd", "mse", metrics=["mae"])
   right = plain.evaluate(*data, batch_size=4, verbose=0, return_dict=True)
   for name, value in right.items():
-    assert logs[f"val_{name}/group_0"] == pytest.approx(value, rel=1e-6)
+    assert logs[f"val_{name}/model_0"] == pytest.approx(value, rel=1e-6)
 
 
 def test_evaluation_changes_no_state() -> None:
@@ -131,7 +131,7 @@ def test_evaluation_changes_no_state() -> None:
   before = [testbed.copies(variable) for variable in model.variables]
   assert len(before) == 3  # With the state of the random numbers.
   numbers = np.random.get_state()[1]
-  [used] = cases.begin(model, callbacks.GroupMetrics(VALIDATION))
+  [used] = cases.begin(model, callbacks.PerModelMetrics(VALIDATION))
   used.on_epoch_end(0, {})
   np.testing.assert_array_equal(np.random.get_state()[1], numbers)
   after = [testbed.copies(variable) for variable in model.variables]
@@ -159,15 +159,15 @@ def test_datasets_and_models_that_keras_cannot_clone(is_compiled: bool) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
     model.compile(optimizer, "mse", metrics=["mae"])
     data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
-    used = callbacks.GroupMetrics(data, is_compiled, every=2, twin=twin)
+    used = callbacks.PerModelMetrics(data, is_compiled, every=2, twin=twin)
     history = cases.fit(model, used, epochs=5)
   assert len(made) == (3 if is_compiled else 1)
   assert len(history["loss"]) == 5
-  assert len(history["val_loss/group_1"]) == 3  # epochs 1, 2 and 4
+  assert len(history["val_loss/model_1"]) == 3  # epochs 1, 2 and 4
   names = {"val_loss"} if is_compiled else {"val_loss", "val_mae"}
   assert {name.split("/")[0] for name in history if "val" in name} == names
   assert ("val_loss/ensemble" in history) == is_compiled
-  assert history["val_loss/group_0"][0] != history["val_loss/group_1"][0]
+  assert history["val_loss/model_0"][0] != history["val_loss/model_1"][0]
 
 
 def test_a_model_that_was_never_compiled_is_an_error() -> None:
@@ -180,7 +180,7 @@ def test_a_model_that_was_never_compiled_is_an_error() -> None:
     model = Own(inputs, tf.keras.layers.Dense(2)(inputs))
     model.compile(CrossShardOptimizer("sgd", group_assignment=CROSSED))
   with pytest.raises(ValueError, match=r"compile\(\) of Keras was not called"):
-    cases.begin(model, callbacks.GroupMetrics(VALIDATION))
+    cases.begin(model, callbacks.PerModelMetrics(VALIDATION))
 
 
 @pytest.mark.tf_keras_mode
@@ -188,19 +188,19 @@ def test_two_sets_of_data_have_two_names() -> None:
   model = cases.grouped()
   test = tuple(array[:3] for array in VALIDATION)
   used = [
-    callbacks.GroupMetrics(VALIDATION, False),
-    callbacks.GroupMetrics(test, False, name="test"),
-    callbacks.GroupEarlyStopping("test_mae", patience=9),
+    callbacks.PerModelMetrics(VALIDATION, False),
+    callbacks.PerModelMetrics(test, False, name="test"),
+    callbacks.PerModelEarlyStopping("test_mae", patience=9),
   ]
   history = testbed.fit(
     model, cases.data(), validation_data=cases.data(), callbacks=used
   ).history
   # Losses of training, although `fit` has evaluated since.
-  losses = [history[f"loss/group_{i}"][0] for i in (0, 1)]
+  losses = [history[f"loss/model_{i}"][0] for i in (0, 1)]
   assert np.mean(losses) == pytest.approx(history["loss"][0], rel=1e-6)
   assert losses[0] != losses[1]
-  assert history["val_loss/group_0"] != history["test_loss/group_0"]
-  twice = [callbacks.GroupMetrics(VALIDATION) for _ in range(2)]
+  assert history["val_loss/model_0"] != history["test_loss/model_0"]
+  twice = [callbacks.PerModelMetrics(VALIDATION) for _ in range(2)]
   with pytest.raises(ValueError, match=r"`name` must not be .*'val' twice"):
     cases.fit(model, *twice)
   # The callbacks of another `fit` are not asked.
@@ -210,7 +210,7 @@ def test_two_sets_of_data_have_two_names() -> None:
 
 def test_data_of_another_shape_end_fit_before_it_trains() -> None:
   model = cases.grouped()
-  wrong = callbacks.GroupMetrics((cases.X[0, 0, :, :2], cases.Y[0, 0]))
+  wrong = callbacks.PerModelMetrics((cases.X[0, 0, :, :2], cases.Y[0, 0]))
   with pytest.raises(Exception, match=r"shape|dimension|incompatible"):
     cases.fit(model, wrong)
   assert int(model.optimizer.iterations.numpy()) == 0
@@ -242,18 +242,18 @@ def test_training_losses_of_an_own_training_step(name: str) -> None:
     model.tracker = tf.keras.metrics.Mean(name=name)
     model.compile(
       CrossShardOptimizer(
-        tf.keras.optimizers.SGD(schedules.PerGroup([0.0, 0.01])),
+        tf.keras.optimizers.SGD(schedules.PerModel([0.0, 0.01])),
         group_assignment=[[0], [1]],
         loss_averaged_over="replica",
       ),
       "mse",
     )
-  metrics = callbacks.GroupMetrics((x, x), ensemble=False)
+  metrics = callbacks.PerModelMetrics((x, x), ensemble=False)
   history = model.fit(
     x, x, batch_size=4, shuffle=False, verbose=0, callbacks=[metrics]
   ).history
   if name == "loss":
-    [first], [second] = history["loss/group_0"], history["loss/group_1"]
+    [first], [second] = history["loss/model_0"], history["loss/model_1"]
     assert first == np.mean(x**2) > second > 0
   else:
     assert not [key for key in history if key.startswith("loss/")]

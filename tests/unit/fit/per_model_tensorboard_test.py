@@ -1,4 +1,4 @@
-"""GroupTensorBoard writes one run for each group."""
+"""PerModelTensorBoard writes one run for each group."""
 
 import pathlib
 
@@ -17,7 +17,7 @@ def test_curves_of_groups(where: str, tmp_path: pathlib.Path) -> None:
   """Metrics, learning rates, and the distance from the mean of the groups."""
   model = cases.grouped(where, CROSSED)
   cases.set_groups(model.optimizer.learning_rate, [0.5, 0.25])
-  [board] = cases.begin(model, callbacks.GroupTensorBoard(tmp_path))
+  [board] = cases.begin(model, callbacks.PerModelTensorBoard(tmp_path))
   drift = []
   for epoch in range(2):
     of_group = []
@@ -33,10 +33,10 @@ def test_curves_of_groups(where: str, tmp_path: pathlib.Path) -> None:
     board.on_epoch_end(epoch, logs)
   board.on_train_end()
   found = {run.name: cases.curves(run) for run in tmp_path.iterdir()}
-  assert set(found) == {"group_0", "group_1", "ensemble"}
+  assert set(found) == {"model_0", "model_1", "ensemble"}
   assert found["ensemble"] == {"val_loss": [3.0] * 2}
   for i, rate in enumerate((0.5, 0.25)):
-    curves = found[f"group_{i}"]
+    curves = found[f"model_{i}"]
     assert curves["val_loss"] == list(cases.SERIES[i][:2])
     assert curves["learning_rate"] == [rate] * 2
     assert curves["drift"] == pytest.approx([row[i] for row in drift], 1e-6)
@@ -46,20 +46,20 @@ def test_curves_of_groups(where: str, tmp_path: pathlib.Path) -> None:
 def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   for number, (given, names) in enumerate(
     (
-      (schedules.PerGroup([0.5, 0.5]), {"group_0", "group_1"}),
-      (0.5, {"group_0", "group_1"}),
+      (schedules.PerModel([0.5, 0.5]), {"model_0", "model_1"}),
+      (0.5, {"model_0", "model_1"}),
       (
-        schedules.PerGroup([0.5, 0.5]),
+        schedules.PerModel([0.5, 0.5]),
         {"lr=0.5, momentum=0", "lr=0.5, momentum=0.5"},
       ),
-      (schedules.PerGroup([0.5, 3e-4]), {"lr=0.5", "lr=0.0003"}),
+      (schedules.PerModel([0.5, 3e-4]), {"lr=0.5", "lr=0.0003"}),
     )
   ):
     folder = tmp_path / str(number)
-    momenta = {"group_settings": {"momentum": [0.0, 0.5]}}
+    momenta = {"per_model": {"momentum": [0.0, 0.5]}}
     model = cases.with_rates(given, [], **(momenta if number == 2 else {}))
-    [board] = cases.begin(model, callbacks.GroupTensorBoard(folder))
-    board.on_epoch_end(0, {"val_loss/group_1": 2.0, "val_loss/ensemble": 3.0})
+    [board] = cases.begin(model, callbacks.PerModelTensorBoard(folder))
+    board.on_epoch_end(0, {"val_loss/model_1": 2.0, "val_loss/ensemble": 3.0})
     board.on_train_end()
     runs = {run.name: cases.curves(run) for run in folder.iterdir()}
     assert set(runs) == {*names, "ensemble"}

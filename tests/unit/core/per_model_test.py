@@ -81,7 +81,7 @@ def _train(
   with strategy.scope():
     variables = task.variables(library)
     optimizer = _of(library).CrossShardOptimizer(
-      make(library, _of(library).PerGroup(rates)),
+      make(library, _of(library).PerModel(rates)),
       group_assignment=STRIDED,
       **options,
     )
@@ -130,7 +130,7 @@ def test_a_group_that_skips_a_step_stays_at_its_rate(
 ) -> None:
   """The schedules see the group's own `iterations`."""
   ours = _of(library)
-  rates = ours.PerGroup([_decay(library, 0.5), _decay(library, 8.0)])
+  rates = ours.PerModel([_decay(library, 0.5), _decay(library, 8.0)])
   [weight], optimizer = training.build(
     *("keras" if library is keras else "tf_keras",),
     *(lambda library: library.optimizers.SGD(rates), {"weight": 0.0}),
@@ -153,7 +153,7 @@ def test_fit_callbacks_and_files(tmp_path: pathlib.Path) -> None:
   library, ours = keras, tf_cross_shard.keras3
   with testbed.mirrored().scope():
     model = library.Sequential([library.Input((3,)), library.layers.Dense(1)])
-    rates = ours.PerGroup([0.125, _decay(library, 0.25)])
+    rates = ours.PerModel([0.125, _decay(library, 0.25)])
     model.compile(
       ours.CrossShardOptimizer(
         library.optimizers.Adam(rates), group_assignment=STRIDED
@@ -183,17 +183,17 @@ def test_fit_callbacks_and_files(tmp_path: pathlib.Path) -> None:
   alone = library.models.load_model(tmp_path / "model.keras")
   assert float(alone.optimizer.learning_rate) == 0.125
   found = loaded.optimizer.inner_optimizer._learning_rate
-  assert type(found) is ours.PerGroup
+  assert type(found) is ours.PerModel
   assert found.values(1) == [0.125, 0.125]
 
 
 @pytest.mark.tf_keras_mode
 def test_tf_keras_mode() -> None:
-  """`schedules.PerGroup` is that of `tf.keras`."""
+  """`schedules.PerModel` is that of `tf.keras`."""
   base = tf.keras.optimizers.schedules.LearningRateSchedule
-  assert issubclass(schedules.PerGroup, base)
+  assert issubclass(schedules.PerModel, base)
   library = tf_keras if testbed.IS_TF_KERAS else keras
-  assert schedules.PerGroup is _of(library).PerGroup
+  assert schedules.PerModel is _of(library).PerModel
   task, variables = _train("mirrored", library, OPTIMIZERS["SGD"], RATES, False)
   for members, rate in zip(STRIDED, RATES, strict=True):
     expected = task.train_alone(members, library.optimizers.SGD(rate))
@@ -205,13 +205,13 @@ def test_tf_keras_mode() -> None:
 class TestBinding:
   def test_another_number_of_rates(self) -> None:
     with testbed.mirrored().scope():
-      sgd = keras.optimizers.SGD(schedules.PerGroup([1.0, 2.0, 3.0]))
+      sgd = keras.optimizers.SGD(schedules.PerModel([1.0, 2.0, 3.0]))
       with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
         tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
 
   def test_no_wrapper(self) -> None:
     with testbed.mirrored().scope():
-      sgd = keras.optimizers.SGD(schedules.PerGroup([1.0, 2.0]))
+      sgd = keras.optimizers.SGD(schedules.PerModel([1.0, 2.0]))
       weight = keras.Variable(0.0)
       sgd.build([weight])
     one = tf.constant(1.0)
@@ -220,7 +220,7 @@ class TestBinding:
     assert testbed.copies(weight) == [0.0] * 4
 
   def test_one_schedule_in_two_groupings(self) -> None:
-    rates, found = schedules.PerGroup([1.0, 2.0]), []
+    rates, found = schedules.PerModel([1.0, 2.0]), []
     for groups in (STRIDED, [[0, 1], [2, 3]]):
       with testbed.mirrored().scope():
         weight = keras.Variable(0.0)
@@ -242,9 +242,9 @@ class TestBinding:
       )
       optimizer.build([weight])
     with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
-      optimizer.learning_rate = schedules.PerGroup([1.0, 2.0, 3.0])
+      optimizer.learning_rate = schedules.PerModel([1.0, 2.0, 3.0])
     assert float(optimizer.learning_rate.numpy()) == np.float32(0.01)
-    optimizer.learning_rate = schedules.PerGroup([1.0, 2.0])
+    optimizer.learning_rate = schedules.PerModel([1.0, 2.0])
     assert float(optimizer.learning_rate) == 1.0
     one = tf.constant(0.5)
     testbed.run(lambda: optimizer.apply_gradients([(one, weight)]))
@@ -255,7 +255,7 @@ class TestBinding:
       weight = keras.Variable(0.0)
       optimizer = copy.deepcopy(
         tf_cross_shard.CrossShardOptimizer(
-          keras.optimizers.SGD(schedules.PerGroup(RATES)),
+          keras.optimizers.SGD(schedules.PerModel(RATES)),
           group_assignment=STRIDED,
         )
       )
@@ -266,22 +266,22 @@ class TestBinding:
 
   @pytest.mark.parametrize("library", [keras, tf_keras])
   def test_a_wrong_call_names_the_class(self, library: Any) -> None:
-    with pytest.raises(TypeError, match=r"^PerGroup\.__init__\(\) missing"):
-      _of(library).PerGroup()
+    with pytest.raises(TypeError, match=r"^PerModel\.__init__\(\) missing"):
+      _of(library).PerModel()
     for rates in (0.1, _decay(library, 0.1), []):
       with pytest.raises(ValueError, match=r"`rates` must be a list .* each"):
-        _of(library).PerGroup(rates)
+        _of(library).PerModel(rates)
 
   @pytest.mark.parametrize("rate", ["0.1", True, None, lambda step: 0.1])
   def test_invalid_learning_rates_raise_an_error(self, rate: Any) -> None:
     with pytest.raises(TypeError, match="`rates` must contain numbers and sc"):
-      schedules.PerGroup([0.1, rate])
-    other = tf_keras if schedules.PerGroup._package == "keras" else keras
+      schedules.PerModel([0.1, rate])
+    other = tf_keras if schedules.PerModel._package == "keras" else keras
     with pytest.raises(TypeError, match="`rates`"):
-      schedules.PerGroup([_decay(other, 0.1)])
+      schedules.PerModel([_decay(other, 0.1)])
 
   def test_numbers_keep_keras_dtype(self) -> None:
-    groups = schedules.PerGroup([0.1])
+    groups = schedules.PerModel([0.1])
     tf_cross_shard.CrossShardOptimizer(keras.optimizers.SGD(groups))
     keras.config.set_floatx("float64")
     try:
@@ -304,7 +304,7 @@ class TestAssign:
     strategy, traces = ENGINES[engine](), []
     with strategy.scope():
       weight = testbed.variable(0.0, library=library)
-      rates = _of(library).PerGroup([0.0, 0.5])
+      rates = _of(library).PerModel([0.0, 0.5])
       optimizer = _of(library).CrossShardOptimizer(
         library.optimizers.SGD(rates), group_assignment=STRIDED
       )
@@ -330,21 +330,21 @@ class TestAssign:
     assert float(optimizer.learning_rate) == 2.0
 
   def test_bad_rates_change_nothing(self) -> None:
-    rates = schedules.PerGroup([0.5, 0.25])
+    rates = schedules.PerModel([0.5, 0.25])
     with pytest.raises(ValueError, match="`rates` must contain 2 numbers"):
       rates.assign([1.0])
     with pytest.raises(TypeError, match="`rates` must contain numbers; got '1"):
       rates.assign(["1", 2.0])
     assert rates.rates == [0.5, 0.25]
     with pytest.raises(TypeError, match="a schedule decides them"):
-      schedules.PerGroup([0.5, _decay(tf.keras, 0.25)]).assign([1.0, 2.0])
+      schedules.PerModel([0.5, _decay(tf.keras, 0.25)]).assign([1.0, 2.0])
 
   def test_files_have_the_present_rates(self, tmp_path: pathlib.Path) -> None:
     def make() -> tuple[Any, Any]:
       with testbed.mirrored().scope():
         model = tf.keras.Sequential([tf.keras.Input((3,))])
         model.add(tf.keras.layers.Dense(1))
-        rates = schedules.PerGroup(RATES)
+        rates = schedules.PerModel(RATES)
         optimizer = tf_cross_shard.CrossShardOptimizer(
           tf.keras.optimizers.SGD(rates), group_assignment=STRIDED
         )
@@ -372,11 +372,11 @@ class TestAssign:
 
 
 class TestModels:
-  """Under a VectorizedStrategy, a plain optimizer can have a PerGroup."""
+  """Under a VectorizedStrategy, a plain optimizer can have a PerModel."""
 
   @pytest.mark.parametrize("library", [keras, tf_keras])
   def test_plain_optimizer(self, library: Any) -> None:
-    rates = _of(library).PerGroup([0.5, 0.25, _decay(library, 1.0)])
+    rates = _of(library).PerModel([0.5, 0.25, _decay(library, 1.0)])
     strategy = VectorizedStrategy(3)
     with strategy.scope():
       weight = testbed.variable(0.0, library=library)
@@ -395,7 +395,7 @@ class TestModels:
 
     def make() -> tuple[Any, Any]:
       with VectorizedStrategy(2).scope():
-        rates = _of(library).PerGroup([0.5, 0.25])
+        rates = _of(library).PerModel([0.5, 0.25])
         model = library.Sequential(
           [library.Input([1]), library.layers.Dense(1)]
         )
@@ -412,7 +412,7 @@ class TestModels:
     assert rates.values(step=0) == [0.125, 0.75]
 
   def test_another_number_of_rates(self) -> None:
-    rates = schedules.PerGroup([0.5, 0.25])
+    rates = schedules.PerModel([0.5, 0.25])
     strategy = VectorizedStrategy(3)
     with pytest.raises(ValueError, match=r"each of the 3 models .* got 2"):
       strategy.run(lambda: rates(0))
@@ -424,7 +424,7 @@ def per_group_values(strategy: Any) -> list[int]:
   return list(map(int, strategy.experimental_local_results(found)))
 
 
-class TestPerGroup:
+class TestPerModel:
   def test_groups_of_the_optimizer(self) -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
     with pytest.raises(ValueError, match="`groups` is None, but no Cross"):
@@ -519,7 +519,7 @@ class TestPerGroup:
     with schedules.as_group(1):
       assert int(per_group([1, 2], STRIDED)) == 2
     with testbed.mirrored().scope():
-      rates = schedules.PerGroup([0.5, 0.25])
+      rates = schedules.PerModel([0.5, 0.25])
       sgd = tf.keras.optimizers.SGD(rates)
       tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
     for group in (1, tf.Variable(1)):

@@ -33,18 +33,18 @@ def test_models_of_the_keras_that_tf_keras_is_not(
       home.optimizers.SGD(0.125), group_assignment=PAIR
     )
     model.compile(optimizer, "mse", metrics=["accuracy"])
-  stop = callbacks.GroupEarlyStopping("val_accuracy")
+  stop = callbacks.PerModelEarlyStopping("val_accuracy")
   history = cases.fit(
     model,
-    callbacks.GroupMetrics(VALIDATION),
+    callbacks.PerModelMetrics(VALIDATION),
     stop,
-    callbacks.GroupCheckpoint(tmp_path / "best"),
-    callbacks.GroupTensorBoard(tmp_path / "curves"),
+    callbacks.PerModelCheckpoint(tmp_path / "best"),
+    callbacks.PerModelTensorBoard(tmp_path / "curves"),
   )
-  loss = [history[f"val_loss/group_{i}"] for i in (0, 1)]
+  loss = [history[f"val_loss/model_{i}"] for i in (0, 1)]
   assert loss[0] != loss[1]
-  assert stop.best == [history[f"val_accuracy/group_{i}"][0] for i in (0, 1)]
-  curves = cases.curves(tmp_path / "curves" / "group_1")
+  assert stop.best == [history[f"val_accuracy/model_{i}"][0] for i in (0, 1)]
+  curves = cases.curves(tmp_path / "curves" / "model_1")
   assert curves["val_loss"] == pytest.approx(loss[1])
   assert curves["learning_rate"] == [0.125]
 
@@ -65,14 +65,14 @@ def test_warning_only_if_keras_evaluates_groups_together(
       model.evaluate(cases.data(), verbose=0)
   [line] = said
   assert "so the result describes none of the groups" in line
-  assert "tf_cross_shard.callbacks.GroupMetrics" in line
+  assert "tf_cross_shard.callbacks.PerModelMetrics" in line
 
 
 @pytest.mark.tf_keras_mode
 def test_callbacks_warn_once_that_evaluation_mixes_groups(
   said: list[str],
 ) -> None:
-  used = callbacks.GroupTensorBoard("unused")
+  used = callbacks.PerModelTensorBoard("unused")
   used.set_model(cases.grouped())
   for groups, act, count in (
     (PAIR, used.on_test_begin, 1),
@@ -86,15 +86,15 @@ def test_callbacks_warn_once_that_evaluation_mixes_groups(
 
 
 def test_no_warning_if_groups_are_judged(said: list[str]) -> None:
-  cases.fit(cases.grouped(), callbacks.GroupMetrics(VALIDATION))
+  cases.fit(cases.grouped(), callbacks.PerModelMetrics(VALIDATION))
   assert not said
 
 
 def test_names_of_groups_in_the_logs() -> None:
   named = groups_lib.singletons(2, names=["small", "a/b"])
   model = cases.grouped(groups=named)
-  stop = callbacks.GroupEarlyStopping(patience=3)
-  used = [callbacks.GroupMetrics(VALIDATION), stop]
+  stop = callbacks.PerModelEarlyStopping(patience=3)
+  used = [callbacks.PerModelMetrics(VALIDATION), stop]
   history = cases.fit(model, *used, epochs=2)
   for key in ("loss", "val_loss", "val_mae"):
     assert {f"{key}/small", f"{key}/a_b"} <= history.keys()
@@ -104,21 +104,21 @@ def test_names_of_groups_in_the_logs() -> None:
 
 def test_a_group_that_diverges(said: list[str], tmp_path: pathlib.Path) -> None:
   """One warning; its best value and epoch are those of no epoch."""
-  rates = schedules.PerGroup([1e30, 0.01])
+  rates = schedules.PerModel([1e30, 0.01])
   with testbed.mirrored(2).scope():
     model = testbed.one_weight()
     sgd = tf.keras.optimizers.SGD(rates)
     model.compile(CrossShardOptimizer(sgd, group_assignment=PAIR), "mse")
   x = np.ones([4, 1], "float32")
-  stop = callbacks.GroupEarlyStopping(patience=9)
-  keep = callbacks.GroupCheckpoint(tmp_path / "best")
-  metrics = callbacks.GroupMetrics((x, 5 * x))
+  stop = callbacks.PerModelEarlyStopping(patience=9)
+  keep = callbacks.PerModelCheckpoint(tmp_path / "best")
+  metrics = callbacks.PerModelMetrics((x, 5 * x))
   data = tf.data.Dataset.from_tensors((x, 5 * x))
   testbed.fit(model, data, 3, callbacks=[metrics, stop, keep])
   texts = [text for text in said if "diverged" in text]
   assert len(texts) == 1
   assert "lr=1e+30 (val_loss inf), in epoch 0" in texts[0]
-  assert "GroupEarlyStopping and GroupCheckpoint count" in texts[0]
+  assert "PerModelEarlyStopping and PerModelCheckpoint count" in texts[0]
   for callback in (stop, keep):
     assert callback.best[0] == np.inf > callback.best[1]
   assert stop.best_epoch == [-1, 2]
@@ -135,7 +135,7 @@ def test_direction_is_what_keras_finds() -> None:
   # Before this call, Keras has no metrics.
   model.test_on_batch(cases.X[0, 0], cases.Y[0, 0])
   for name, sign in (("loss", 1.0), ("mae", 1.0), ("accuracy", -1.0)):
-    stop = callbacks.GroupEarlyStopping(f"val_{name}", patience=2)
+    stop = callbacks.PerModelEarlyStopping(f"val_{name}", patience=2)
     stop.set_model(model)
     for epoch in range(len(cases.SERIES[0])):
       stop.on_epoch_end(epoch, cases.logs_of(epoch, f"val_{name}", sign))
@@ -144,10 +144,10 @@ def test_direction_is_what_keras_finds() -> None:
 
 def test_metrics_that_are_missing() -> None:
   """An error in the first epoch; later epochs may lack them."""
-  used = callbacks.GroupEarlyStopping(start_from_epoch=1)
+  used = callbacks.PerModelEarlyStopping(start_from_epoch=1)
   used.set_model(cases.grouped())
   assert used.best == []
-  with pytest.raises(ValueError, match="'val_loss/group_0' in the logs"):
+  with pytest.raises(ValueError, match="'val_loss/model_0' in the logs"):
     used.on_epoch_end(0, {"loss": 1.0})
   for epoch, (logs, best) in enumerate(
     (
@@ -162,8 +162,13 @@ def test_metrics_that_are_missing() -> None:
 
 def test_metrics_that_come_too_late_end_fit_before_it_trains() -> None:
   model = cases.grouped()
-  words = r"Plateau needs a metric .*'val_loss'\. Put GroupMetrics\(.* before"
-  wrong = callbacks.GroupReduceLROnPlateau(), callbacks.GroupMetrics(VALIDATION)
+  words = (
+    r"Plateau needs a metric .*'val_loss'\. Put PerModelMetrics\(.* before"
+  )
+  wrong = (
+    callbacks.PerModelReduceLROnPlateau(),
+    callbacks.PerModelMetrics(VALIDATION),
+  )
   with pytest.raises(ValueError, match=words):
     cases.fit(model, *wrong)
   assert int(model.optimizer.iterations.numpy()) == 0

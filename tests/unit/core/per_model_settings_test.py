@@ -80,7 +80,7 @@ def test_each_group_trains_with_its_own_setting(
 ) -> None:
   make = getattr(training.KERASES[which][0].optimizers, kind)
   held, optimizer = _train(
-    which, lambda _: make(0.125, **own), group_settings=numbers, **options
+    which, lambda _: make(0.125, **own), per_model=numbers, **options
   )
   plain, opt = make(0.125, **own), optimizer.inner_optimizer
   assert all(getattr(opt, name) == getattr(plain, name) for name in numbers)
@@ -113,7 +113,7 @@ def test_assigned_numbers_are_those_of_the_next_step(
       {"weight": 0.0},
       strategy,
       group_assignment=GROUPS,
-      group_settings=before,
+      per_model=before,
     )
 
   [weight], optimizer = make()
@@ -131,21 +131,21 @@ def test_assigned_numbers_are_those_of_the_next_step(
   step()
   step()
   count = len(traces)
-  optimizer.group_settings = after
+  optimizer.per_model = after
   step()
   assert len(traces) == count
   found = [testbed.copies(weight)[members[0]] for members in GROUPS]
   # v = m * v - 0.5 * 2 * clip(4), w += v, for two steps and then one.
   assert found == [-4.0 - 6.0 - 1.0, -2.0 - 2.0 - (1.5 + 4.0)]
-  assert optimizer.group_settings == after
-  assert optimizer.get_config()["group_settings"] == after
+  assert optimizer.per_model == after
+  assert optimizer.get_config()["per_model"] == after
   replica_state.save(tmp_path / "state", optimizer, [weight])
   [weight], other = make()
   replica_state.restore(tmp_path / "state", other, [weight])
-  assert other.group_settings == after
+  assert other.per_model == after
   with pytest.raises(ValueError, match="a number for each of the 2 groups"):
-    optimizer.group_settings = {"momentum": [0.5]}
-  assert optimizer.group_settings == after
+    optimizer.per_model = {"momentum": [0.5]}
+  assert optimizer.per_model == after
 
 
 def test_averages_that_move_in_every_call() -> None:
@@ -157,7 +157,7 @@ def test_averages_that_move_in_every_call() -> None:
     lambda library: library.optimizers.SGD(0.5, ema_momentum=0.5, **own),
     {"weight": 1.0},
     group_assignment=GROUPS,
-    group_settings={"ema_momentum": numbers},
+    per_model={"ema_momentum": numbers},
   )
   grads = np.ones((5, 4), "f")
   training.train([weight], optimizer, [grads])
@@ -174,7 +174,7 @@ def test_limits_of_replicas() -> None:
   held, _ = _train(
     "keras",
     lambda _: keras.optimizers.SGD(1.0),
-    group_settings={"clipvalue": [0.5, 0.25]},
+    per_model={"clipvalue": [0.5, 0.25]},
   )
 
   def expected(group: int, members: Any) -> list[np.ndarray]:
@@ -202,7 +202,7 @@ def test_limits_of_replicas() -> None:
       {"loss_scale_factor": [2.0, 4.0]},
       "this setting has one value for all groups",
     ),
-    ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerGroup"),
+    ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerModel"),
   ],
 )
 def test_bad_numbers(opt: Any, numbers: Any, message: str) -> None:
@@ -210,9 +210,7 @@ def test_bad_numbers(opt: Any, numbers: Any, message: str) -> None:
     testbed.mirrored().scope(),
     pytest.raises(ValueError, match=message),
   ):
-    keras3.CrossShardOptimizer(
-      opt, group_assignment=GROUPS, group_settings=numbers
-    )
+    keras3.CrossShardOptimizer(opt, group_assignment=GROUPS, per_model=numbers)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,7 @@ def test_replicas_of_one_program(
       {"weight": np.ones(3, "f")},
       strategy,
       group_assignment=groups,
-      group_settings=numbers,
+      per_model=numbers,
       clipnorm=8.0,
       fused_update=False,  # A TPU has no kernels, which round otherwise.
     )
@@ -264,7 +262,7 @@ def _check_in_one_program(
     values,
     strategy,
     group_assignment=[[0], [1]],
-    group_settings=numbers,
+    per_model=numbers,
   )
   training.train(weights, optimizer, grads, strategy=strategy)
   tolerance = 1e-6 if dtype == "float32" else 1e-14

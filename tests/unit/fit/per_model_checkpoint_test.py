@@ -1,4 +1,4 @@
-"""GroupCheckpoint keeps each group as it was at its best."""
+"""PerModelCheckpoint keeps each group as it was at its best."""
 
 import pathlib
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def test_each_group_is_kept_at_its_best(tmp_path: pathlib.Path) -> None:
   """Weights, slots and iterations; `restore` gives each group its own."""
   path = tmp_path / "best"
   model = cases.grouped("virtual", CROSSED)
-  keep = callbacks.GroupCheckpoint(path)
+  keep = callbacks.PerModelCheckpoint(path)
   keep.set_model(model)
   right: list[Any] = [None, None]
   for epoch, best in enumerate([(0, 1), (0,), (0, 1), (), (1,)]):
@@ -54,15 +54,15 @@ def test_each_member_has_its_own_statistics(tmp_path: pathlib.Path) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=CROSSED)
     optimizer.build(model.trainable_variables)
     model.compile(optimizer, "mse")
-  keep = callbacks.GroupCheckpoint(tmp_path / "best")
+  keep = callbacks.PerModelCheckpoint(tmp_path / "best")
   keep.set_model(model)
-  keep.on_epoch_end(0, {"val_loss/group_0": 1.0, "val_loss/group_1": 1.0})
+  keep.on_epoch_end(0, {"val_loss/model_0": 1.0, "val_loss/model_1": 1.0})
   with np.load(tmp_path / "best") as file:
     assert not [name for name in file if "member" in name]
   [mean] = [v for v in model.variables if "moving_mean" in v.name]
   then = [np.full(3, float(replica + 1), "f4") for replica in range(cases.N)]
   replica_state_cases.spread(mean, then)
-  keep.on_epoch_end(1, {"val_loss/group_0": 2.0, "val_loss/group_1": 0.5})
+  keep.on_epoch_end(1, {"val_loss/model_0": 2.0, "val_loss/model_1": 0.5})
   replica_state_cases.spread(mean, [np.full(3, 9.0, "f4")] * cases.N)
   replica_state.restore(tmp_path / "best", optimizer, model)
   for replica, value in enumerate(testbed.copies(mean)):
@@ -72,8 +72,8 @@ def test_each_member_has_its_own_statistics(tmp_path: pathlib.Path) -> None:
 
 def _resume(model: Any, path: pathlib.Path, *options: Any) -> Any:
   """Returns the callback in a run that BackupAndRestore resumes."""
-  [keep] = cases.begin(model, callbacks.GroupCheckpoint(path, *options))
-  keep.set_state(callbacks.GroupCheckpoint(path).state())
+  [keep] = cases.begin(model, callbacks.PerModelCheckpoint(path, *options))
+  keep.set_state(callbacks.PerModelCheckpoint(path).state())
   return keep
 
 
@@ -87,7 +87,7 @@ def test_the_best_of_an_earlier_fit_is_kept(
   The folder is created.
   """
   path, model = tmp_path / "new" / "folder" / "best", cases.grouped()
-  same = callbacks.GroupCheckpoint(path)
+  same = callbacks.PerModelCheckpoint(path)
   values = [(0.5, np.nan), (9.0, 0.1), (0.25, 4.0), (9.0, 9.0)]
   for run, logs in enumerate(values):
     if how == "resumed":
@@ -95,7 +95,7 @@ def test_the_best_of_an_earlier_fit_is_kept(
     else:
       [keep] = cases.begin(model, same)
     model.layers[-1].bias.assign(np.full(2, 10.0 * run))
-    keep.on_epoch_end(0, {f"val_loss/group_{i}": logs[i] for i in (0, 1)})
+    keep.on_epoch_end(0, {f"val_loss/model_{i}": logs[i] for i in (0, 1)})
     replica_state.restore(path, model.optimizer, model)
   assert keep.best == [0.25, 0.1]
   bias = testbed.copies(model.layers[-1].bias)
@@ -106,9 +106,9 @@ def test_a_new_callback_begins_anew(tmp_path: pathlib.Path) -> None:
   """Whatever model and metric a file at its path is of."""
   path = tmp_path / "best"
   for model, loss in ((cases.grouped(outputs=3), 0.1), (cases.grouped(), 9.0)):
-    [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
+    [keep] = cases.begin(model, callbacks.PerModelCheckpoint(path))
     model.layers[-1].bias.assign(np.full(model.output_shape[-1], loss))
-    keep.on_epoch_end(0, {f"val_loss/group_{i}": loss for i in (0, 1)})
+    keep.on_epoch_end(0, {f"val_loss/model_{i}": loss for i in (0, 1)})
   assert keep.best == [9.0, 9.0]
   model.layers[-1].bias.assign(np.zeros(2))
   replica_state.restore(path, model.optimizer, model)
@@ -120,8 +120,8 @@ def test_resuming_with_the_file_of_another_run_raises_an_error(
 ) -> None:
   """An error before the first epoch; the file is not replaced."""
   model, path = cases.grouped(), tmp_path / "best"
-  [keep] = cases.begin(model, callbacks.GroupCheckpoint(path))
-  keep.on_epoch_end(0, {f"val_loss/group_{i}": 1.0 for i in (0, 1)})
+  [keep] = cases.begin(model, callbacks.PerModelCheckpoint(path))
+  keep.on_epoch_end(0, {f"val_loss/model_{i}": 1.0 for i in (0, 1)})
   singletons = cases.grouped("mirrored", [[0], [1], [2], [3]])
   another_shape = r"does not hold `model/.*last/kernel` of .*\[4, 3\]"
   for other, monitor, words in (
@@ -136,4 +136,4 @@ def test_resuming_with_the_file_of_another_run_raises_an_error(
     _resume(model, path)
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError, match="file"):
-    cases.begin(model, callbacks.GroupCheckpoint(tmp_path / "file" / "best"))
+    cases.begin(model, callbacks.PerModelCheckpoint(tmp_path / "file" / "best"))

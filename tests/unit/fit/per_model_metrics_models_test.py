@@ -1,4 +1,4 @@
-"""GroupMetrics reads what Keras evaluates of each model of one program."""
+"""PerModelMetrics reads what Keras evaluates of each model of one program."""
 
 import pathlib
 from typing import Any
@@ -12,7 +12,7 @@ from tests.support import testbed
 from tf_cross_shard import (
   VectorizedStrategy,
   callbacks,
-  per_replica,
+  per_model,
   replica_state,
   schedules,
 )
@@ -56,7 +56,7 @@ def _plain(rate: float) -> Any:
 
 def _models() -> Any:
   with VectorizedStrategy(N).scope():
-    return _compiled(schedules.PerGroup(RATES))
+    return _compiled(schedules.PerModel(RATES))
 
 
 def _data(model: int | None = None) -> tf.data.Dataset:
@@ -69,27 +69,27 @@ def _data(model: int | None = None) -> tf.data.Dataset:
 
 
 def _by_model(rows: Any) -> Any:
-  return per_replica(tf.ensure_shape(tf.transpose(rows), [N, None]))
+  return per_model(tf.ensure_shape(tf.transpose(rows), [N, None]))
 
 
 @pytest.mark.tf_keras_mode
 def test_each_model_is_evaluated_as_by_plain_keras(
   tmp_path: pathlib.Path, said: list[str]
 ) -> None:
-  """`fit` and GroupMetrics(data) evaluate; later callbacks use the metrics."""
+  """`fit` and PerModelMetrics(data) evaluate for later callbacks."""
   model = _models()
-  stop = callbacks.GroupEarlyStopping("val_accuracy", patience=9)
+  stop = callbacks.PerModelEarlyStopping("val_accuracy", patience=9)
   history = model.fit(
     _data(),
     epochs=3,
     verbose=0,
     validation_data=VALIDATION,
     callbacks=[
-      callbacks.GroupMetrics(),
-      callbacks.GroupMetrics(TEST, name="test"),
+      callbacks.PerModelMetrics(),
+      callbacks.PerModelMetrics(TEST, name="test"),
       stop,
-      callbacks.GroupCheckpoint(tmp_path / "best", "test_loss"),
-      callbacks.GroupTensorBoard(tmp_path / "curves"),
+      callbacks.PerModelCheckpoint(tmp_path / "best", "test_loss"),
+      callbacks.PerModelTensorBoard(tmp_path / "curves"),
     ],
   ).history
   for i, rate in enumerate(RATES):
@@ -102,16 +102,16 @@ def test_each_model_is_evaluated_as_by_plain_keras(
         expected.setdefault(name, []).append(value)
     assert len(expected) == 9
     for name, right in expected.items():
-      mine = history[f"{name}/group_{i}"]
+      mine = history[f"{name}/model_{i}"]
       assert np.shape(mine) == ((3, 3) if "f1" in name else (3,))
       np.testing.assert_allclose(mine, right, rtol=2e-6, atol=2e-7)
-    assert stop.best[i] == max(history[f"val_accuracy/group_{i}"])
+    assert stop.best[i] == max(history[f"val_accuracy/model_{i}"])
     folder = tmp_path / "curves" / f"lr={rate:g}"
     curves = cases.curves(folder)
-    vectors = history[f"val_f1_score/group_{i}"]
+    vectors = history[f"val_f1_score/model_{i}"]
     for j in range(3):
       assert curves[f"val_f1_score_{j}"] == [v[j] for v in vectors]
-  losses = [history[f"val_loss/group_{i}"][-1] for i in range(N)]
+  losses = [history[f"val_loss/model_{i}"][-1] for i in range(N)]
   assert np.ptp(losses) > 1e-3
   np.testing.assert_allclose(history["val_loss"][-1], np.mean(losses), 1e-6)
   assert not said
@@ -126,8 +126,8 @@ def test_ensemble_is_the_mean_prediction() -> None:
     _data(),
     verbose=0,
     callbacks=[
-      callbacks.GroupMetrics(data),
-      callbacks.GroupMetrics(TEST, ensemble=False, name="alone"),
+      callbacks.PerModelMetrics(data),
+      callbacks.PerModelMetrics(TEST, ensemble=False, name="alone"),
     ],
   ).history
   is_trained = [variable.trainable for variable in model.weights]
@@ -159,7 +159,7 @@ def test_each_model_may_have_its_own_validation_data() -> None:
   weights = WEIGHTS[: len(VALIDATION[0])]
   data = tf.data.Dataset.from_tensor_slices((*VALIDATION, weights)).batch(8)
   own = data.map(lambda x, y, w: (x, y, _by_model(w)))
-  metrics = callbacks.GroupMetrics(own)
+  metrics = callbacks.PerModelMetrics(own)
   history = model.fit(_data(), verbose=0, callbacks=[metrics]).history
   assert "val_loss/ensemble" not in history
   for i, rate in enumerate(RATES):
@@ -167,7 +167,7 @@ def test_each_model_may_have_its_own_validation_data() -> None:
     plain.fit(_data(i), verbose=0)
     each = data.map(lambda x, y, w, i=i: (x, y, w[:, i]))
     right = plain.evaluate(each, verbose=0, return_dict=True)["loss"]
-    [mine] = history[f"val_loss/group_{i}"]
+    [mine] = history[f"val_loss/model_{i}"]
     assert mine == pytest.approx(right, rel=2e-6)
 
 
@@ -185,8 +185,8 @@ def test_stateful_layers() -> None:
     return model
 
   with VectorizedStrategy(N).scope():
-    model = compiled(schedules.PerGroup(RATES))
-  metrics = callbacks.GroupMetrics(data)
+    model = compiled(schedules.PerModel(RATES))
+  metrics = callbacks.PerModelMetrics(data)
   options = {"epochs": 2, "verbose": 0}
   history = model.fit(data, callbacks=[metrics], **options).history
   for i, rate in enumerate(RATES):
@@ -199,7 +199,7 @@ def test_stateful_layers() -> None:
       right.append(plain.evaluate(data, verbose=0))
       assert (state.numpy() != before).any()
       state.assign(before)
-    np.testing.assert_allclose(history[f"val_loss/group_{i}"], right, rtol=2e-6)
+    np.testing.assert_allclose(history[f"val_loss/model_{i}"], right, rtol=2e-6)
     [mine] = model.layers[-1].states
     np.testing.assert_allclose(
       replica_state.values(mine)[i], before, rtol=1e-5, atol=1e-6
@@ -209,13 +209,13 @@ def test_stateful_layers() -> None:
 def test_data_without_end_need_a_number_of_steps() -> None:
   data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(5)
   with pytest.raises(ValueError, match=r"`steps` must be given .*without end"):
-    callbacks.GroupMetrics(data.repeat())
+    callbacks.PerModelMetrics(data.repeat())
   metrics = [
-    callbacks.GroupMetrics(data.repeat(), steps=2),
-    callbacks.GroupMetrics(tuple(a[:10] for a in VALIDATION), name="test"),
+    callbacks.PerModelMetrics(data.repeat(), steps=2),
+    callbacks.PerModelMetrics(tuple(a[:10] for a in VALIDATION), name="test"),
   ]
   history = _models().fit(_data(), verbose=0, callbacks=metrics).history
-  for name in ("loss/group_0", "loss/group_1", "loss/ensemble"):
+  for name in ("loss/model_0", "loss/model_1", "loss/ensemble"):
     [mine], [right] = history[f"val_{name}"], history[f"test_{name}"]
     assert mine == pytest.approx(right, rel=1e-6)
 
@@ -225,14 +225,14 @@ def test_data_without_end_need_a_number_of_steps() -> None:
 def test_monitors_of_no_metric_end_fit_before_it_trains(data: Any) -> None:
   """A vector is known in the first epoch only."""
   model = _models()
-  judge = callbacks.GroupMetrics(data)
+  judge = callbacks.PerModelMetrics(data)
   options = {"validation_data": VALIDATION, "verbose": 0}
-  wrong = callbacks.GroupEarlyStopping("val_acuracy")
-  words = r"GroupEarlyStopping has monitor='val_acuracy'.*'val_accuracy'"
+  wrong = callbacks.PerModelEarlyStopping("val_acuracy")
+  words = r"PerModelEarlyStopping has monitor='val_acuracy'.*'val_accuracy'"
   with pytest.raises(ValueError, match=words):
     model.fit(_data(), callbacks=[judge, wrong], **options)
   assert int(model.optimizer.iterations.numpy()) == 0
-  vector = callbacks.GroupEarlyStopping("val_f1_score")
+  vector = callbacks.PerModelEarlyStopping("val_f1_score")
   with pytest.raises(ValueError, match=r"'val_f1_score', of shape \[3\]"):
     model.fit(_data(), callbacks=[judge, vector], **options)
 
@@ -240,7 +240,7 @@ def test_monitors_of_no_metric_end_fit_before_it_trains(data: Any) -> None:
 @pytest.mark.tf_keras_mode
 def test_monitors_of_a_fit_without_validation_end_it_before_it_trains() -> None:
   model = _models()
-  used = [callbacks.GroupMetrics(), callbacks.GroupEarlyStopping()]
+  used = [callbacks.PerModelMetrics(), callbacks.PerModelEarlyStopping()]
   words = r"Stopping has monitor='val_loss', .* no validation_data\. Pass"
   with pytest.raises(ValueError, match=words):
     model.fit(_data(), verbose=0, callbacks=used)
@@ -253,15 +253,18 @@ def test_monitors_of_a_fit_without_validation_end_it_before_it_trains() -> None:
 
 def test_arguments_that_do_not_fit_the_strategy(said: list[str]) -> None:
   with pytest.raises(ValueError, match=r"`validation_data` must be given"):
-    cases.fit(cases.grouped(), callbacks.GroupMetrics())
+    cases.fit(cases.grouped(), callbacks.PerModelMetrics())
   model = _models()
   for metrics, words in (
-    (callbacks.GroupMetrics(TEST, twin=Subclassed), "`twin` must be None"),
-    (callbacks.GroupMetrics(tuple(a[:, :2] for a in TEST)), "dimension|shape"),
+    (callbacks.PerModelMetrics(TEST, twin=Subclassed), "`twin` must be None"),
+    (
+      callbacks.PerModelMetrics(tuple(a[:, :2] for a in TEST)),
+      "dimension|shape",
+    ),
   ):
     with pytest.raises(Exception, match=words):
       model.fit(_data(), verbose=0, callbacks=[metrics])
     assert int(model.optimizer.iterations.numpy()) == 0
   assert not said
-  model.fit(_data(), verbose=0, callbacks=[callbacks.GroupMetrics()])
+  model.fit(_data(), verbose=0, callbacks=[callbacks.PerModelMetrics()])
   assert [text for text in said if "this `fit` has no validation_data" in text]
