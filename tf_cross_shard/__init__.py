@@ -45,6 +45,7 @@ if _typing.TYPE_CHECKING:  # For editors: the common base class.
   from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
   from tf_cross_shard._src.towers.tower_optimizer import TowerOptimizer
   from tf_cross_shard._src.vectorized.arguments import per_model
+  from tf_cross_shard._src.vectorized.rows_of_models import dataset_per_model
   from tf_cross_shard._src.vectorized.strategy import VectorizedStrategy
 # Importing the classes also registers them with Keras, for programs that only
 # load a model.
@@ -67,6 +68,7 @@ __all__ = [
   "TowerSpec",
   "VectorizedStrategy",
   "callbacks",
+  "dataset_per_model",
   "groups",
   "layers",
   "local_strategy",
@@ -81,7 +83,11 @@ __all__ = [
 # Modules that many programs do not need. They are imported on first use.
 _LATER = ("keras3", "multi_worker", "tf_keras", "virtual_tpu")
 # What needs private modules of TensorFlow, by the module that has it.
-_VECTORIZED = {"VectorizedStrategy": "strategy", "per_model": "arguments"}
+_VECTORIZED = {
+  "VectorizedStrategy": "strategy",
+  "dataset_per_model": "rows_of_models",
+  "per_model": "arguments",
+}
 
 
 def __getattr__(name: str) -> _typing.Any:

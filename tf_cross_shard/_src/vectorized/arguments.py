@@ -60,9 +60,9 @@ def per_model(values: Any) -> Any:
   """Marks values of which each model of a VectorizedStrategy receives its own.
 
   Use it in `dataset.map` after `batch`, or on an argument of `strategy.run`:
-  for the sample weights of folds and bootstrap samples, for augmented copies,
-  or for whole batches of each model. All other components of a dataset go to
-  all models.
+  for sample weights, for augmented copies, or for whole batches of each model.
+  All other components of a dataset go to all models. `dataset_per_model` makes
+  folds and bootstrap samples.
 
   >>> import numpy as np
   >>> import tensorflow as tf

@@ -148,9 +148,9 @@ class VectorizedStrategy(OneProgramStrategy):
   - `num_replicas_in_sync` is 1: no gradient is aggregated over models. A
     collective in a replica, such as `all_reduce`, returns its input.
   - `replica_id_in_sync_group` of the replica context is the model's number.
-  - To give models different data, use `per_model`; different initial weights,
-    `replica_state.initialize`; different settings, `schedules.PerModel`,
-    `per_model` and `per_group`.
+  - To give models different data, use `dataset_per_model` and `per_model`;
+    different initial weights, `replica_state.initialize`; different settings,
+    `schedules.PerModel`, `per_model` and `per_group`.
   - If you read a variable outside of `run`, you get model 0's copy, or the mean
     over the models if the variable is aggregated on reading, as metrics are. An
     assignment outside of `run` sets all copies.
