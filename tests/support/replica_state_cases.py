@@ -101,7 +101,7 @@ def saved(optimizer: Any, model: Any = None) -> list[dict[str, np.ndarray]]:
     for j, replica in enumerate(members):
       found[replica] = {
         name: arrays.get(
-          f"group_{i}/{name}", arrays.get(f"group_{i}/member_{j}/{name}")
+          f"model_{i}/{name}", arrays.get(f"model_{i}/member_{j}/{name}")
         )
         for name in about["names"]
       }

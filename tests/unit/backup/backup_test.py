@@ -414,9 +414,9 @@ def test_as_many_groups_of_other_replicas(
   assert "made with groups of another size" in words
   for name, copies in begun.state_then.items():
     for i, members in enumerate(after):
-      keys = [f"group_{i}/{name}"]
+      keys = [f"model_{i}/{name}"]
       if keys[0] not in saved:
-        keys = [f"group_{i}/member_{j}/{name}" for j in range(2)]
+        keys = [f"model_{i}/member_{j}/{name}" for j in range(2)]
       rows = [saved[key] for key in keys]
       right = rows[0] if rows[0].dtype.kind in "iu" else np.mean(rows, axis=0)
       for member in members:

@@ -98,7 +98,7 @@ def test_names_of_groups_in_the_logs() -> None:
   history = cases.fit(model, *used, epochs=2)
   for key in ("loss", "val_loss", "val_mae"):
     assert {f"{key}/small", f"{key}/a_b"} <= history.keys()
-  assert not any("group_" in key for key in history)
+  assert not any("model_" in key for key in history)
   assert stop.best == [min(history[f"val_loss/{n}"]) for n in ("small", "a_b")]
 
 

@@ -22,8 +22,8 @@ DTYPES = (
 def _write(path: pathlib.Path, value: int, size: int = 4) -> bytes:
   """A file with two arrays that tell which one it is."""
   arrays: dict[str, Any] = {
-    "group_0/x": np.full(size, value, "int64"),
-    "group_1/x": np.full(size, value + 1, ml_dtypes.bfloat16),
+    "model_0/x": np.full(size, value, "int64"),
+    "model_1/x": np.full(size, value + 1, ml_dtypes.bfloat16),
   }
   archive.write(path, arrays, {"value": value})
   return path.read_bytes()
@@ -33,9 +33,9 @@ def _value(path: pathlib.Path) -> int:
   """Returns which of the written files this is."""
   with archive.reading(path) as found:
     value = int(found.about["value"])
-    assert sorted(found) == ["group_0/x", "group_1/x"]
-    assert found["group_0/x"].tolist() == [value] * 4
-    assert found["group_1/x"].tolist() == [value + 1] * 4
+    assert sorted(found) == ["model_0/x", "model_1/x"]
+    assert found["model_0/x"].tolist() == [value] * 4
+    assert found["model_1/x"].tolist() == [value + 1] * 4
   return value
 
 

@@ -202,16 +202,16 @@ def test_shared_variables_are_saved_once(tmp_path: pathlib.Path) -> None:
   found, _ = _read(tmp_path / "a")
   arrays = {name: array.tolist() for name, array in found.items()}
   assert {n: a for n, a in arrays.items() if "optimizer" not in n} == {
-    "group_0/model/trained": [1.0, 1.0],
-    "group_1/model/trained": [2.0, 2.0],
-    "group_0/member_0/model/other": [8.0],
-    "group_0/member_1/model/other": [6.0],
-    "group_1/member_0/model/other": [5.0],
-    "group_1/member_1/model/other": [7.0],
+    "model_0/model/trained": [1.0, 1.0],
+    "model_1/model/trained": [2.0, 2.0],
+    "model_0/member_0/model/other": [8.0],
+    "model_0/member_1/model/other": [6.0],
+    "model_1/member_0/model/other": [5.0],
+    "model_1/member_1/model/other": [7.0],
   }
-  assert {n for n in arrays if n.startswith("group_1/optimizer")} == {
-    "group_1/optimizer/sgd/iteration",
-    "group_1/optimizer/sgd/learning_rate",
+  assert {n for n in arrays if n.startswith("model_1/optimizer")} == {
+    "model_1/optimizer/sgd/iteration",
+    "model_1/optimizer/sgd/learning_rate",
   }
 
 
@@ -606,16 +606,16 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
     (np.zeros([3], "float32"), r"float32 \[3\]; the program has float32 \[2\]"),
     (np.zeros([2], "float64"), "as float64"),
   ):
-    _write(path, {**arrays, "group_1/model/weight": wrong}, about)
+    _write(path, {**arrays, "model_1/model/weight": wrong}, about)
     _assert_refused(optimizer, weights, path, words)
-  del arrays["group_1/model/scale"]
+  del arrays["model_1/model/scale"]
   _write(path, arrays, about)
   _assert_refused(optimizer, weights, path, "is damaged.*group_1/model/scale")
   path.write_bytes(data)
   real = np.lib.npyio.NpzFile.__getitem__
 
   def read(file: Any, name: str) -> Any:
-    if name == "group_1/model/scale":
+    if name == "model_1/model/scale":
       raise OSError(5, "Input/output error")
     return real(file, name)
 

@@ -250,7 +250,7 @@ class PerModelMonitor(PerModelCallback):
     super().__init__()
     if not isinstance(monitor, str):
       raise TypeError(f"`monitor` must be a string; got {monitor!r}.")
-    if re.search(r"/(group_\d+|ensemble)$", monitor):
+    if re.search(r"/(model_\d+|ensemble)$", monitor):
       raise ValueError(
         f"`monitor` must name a metric without a group; got {monitor!r}. Remove"
         f" {monitor[monitor.rindex('/') :]!r}: each group is compared by its"

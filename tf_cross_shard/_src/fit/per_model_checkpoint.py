@@ -144,7 +144,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
     """Returns the best values in the file; keeps the groups' arrays."""
     groups = nested_lib.groups_of(self.model.optimizer)
     with archive.reading(self._path) as file:
-      self._kept = {n: file[n] for n in file if n.startswith("group_")}
+      self._kept = {n: file[n] for n in file if n.startswith("model_")}
       numbers = {
         name: file[f"{self.monitor}/{name}"].tolist()
         for name in ("best", *self._counters)

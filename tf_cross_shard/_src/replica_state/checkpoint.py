@@ -57,7 +57,7 @@ def save(path: Any, optimizer: Any, model: Any = None) -> None:
   count, learning rate and loss scale.
 
   The file is replaced atomically: a crash leaves the previous file unchanged.
-  `np.load(path)` shows the arrays, under names such as `group_0/model/...`. On
+  `np.load(path)` shows the arrays, under names such as `model_0/model/...`. On
   several machines, the first worker writes and the other workers wait for it.
 
   >>> import tempfile
@@ -149,7 +149,7 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
     is_exact = group_size == state.groups.group_size
     sources = {i: (file, i) for i in range(state.groups.num_groups)}
     values = plan(sources, state, is_exact)
-    other_arrays = {n: file[n] for n in file if not n.startswith("group_")}
+    other_arrays = {n: file[n] for n in file if not n.startswith("model_")}
   checksums = [outcome["checksum"] for outcome in outcomes]
   for i, checksum in enumerate(checksums):
     if checksum != checksums[0] and state.copies.workers is not None:

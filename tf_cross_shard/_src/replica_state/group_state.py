@@ -316,7 +316,7 @@ def raising_on_all(
 def key(name: str, group: int, member: int | None = None) -> str:
   """Returns the name of an array of a group, or of one member, in a file."""
   of_member = "" if member is None else f"member_{member}/"
-  return f"group_{group}/{of_member}{name}"
+  return f"model_{group}/{of_member}{name}"
 
 
 def warn_if_collapsed(optimizer: Any) -> None:
