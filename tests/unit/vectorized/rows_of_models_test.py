@@ -26,12 +26,11 @@ def _model(eagerly: bool = True) -> Any:
     [
       tf.keras.Input((2,)),
       layers.BatchNormalization(momentum=0.5),
-      layers.Dense(3, "tanh"),
       layers.Dense(1),
     ]
   )
-  adam = tf.keras.optimizers.Adam(0.05)
-  model.compile(adam, "mse", run_eagerly=eagerly)
+  sgd = tf.keras.optimizers.SGD(0.1)
+  model.compile(sgd, "mse", run_eagerly=eagerly)
   return model
 
 
@@ -115,7 +114,7 @@ def test_rows_of_every_array() -> None:
 
 
 def test_batches_without_rows_are_one_tensor_for_all_models() -> None:
-  numbers = np.arange(5)
+  numbers = np.arange(5.0)
   own = per_model(np.stack([numbers, -numbers]))
   made = dataset_per_model((numbers, own), 3)
   assert _seen(made.map(lambda shared, own: shared)) == [[0, 1, 2, 3, 4]] * 2
@@ -123,6 +122,7 @@ def test_batches_without_rows_are_one_tensor_for_all_models() -> None:
   [shared, own] = next(iter(made))
   assert shared.tensor.shape == [3]
   assert own.tensor.shape == [2, 3]
+  assert shared.tensor.dtype == own.tensor.dtype == tf.float32  # As in `fit`.
 
 
 def test_shuffled_rows() -> None:
