@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   callbacks,
   groups,
   local_strategy,
-  replica_state,
 )
 
 FLAGS = command_line.parse(
@@ -100,7 +100,7 @@ def main() -> None:
         for i in range(assignment.num_groups)
       ),
     )
-  replica_state.assert_in_sync(optimizer, model)  # Members of a group are.
+  Models(model, optimizer).assert_in_sync()  # Members of a group are.
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import digits_dataset
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard import CrossShardOptimizer, multi_worker, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models, multi_worker
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard_cli import launch
 
@@ -144,31 +144,29 @@ def train(resolver: Any = None) -> None:
     )
   seconds = time.perf_counter() - start
   # All workers call `report`, because it collects their weights.
-  rows = report(model, groups, test_data, seconds)
+  rows = report(model, test_data, seconds)
   if is_first:
     print(f"\n{groups.draw()}\n\n" + "\n".join(rows), flush=True)
 
 
-def report(
-  model: Any, groups: groups_lib.Groups, test: tf.data.Dataset, seconds: float
-) -> list[str]:
-  """Returns a table with test accuracy and a digest of weights by replica.
+def report(model: Any, test: tf.data.Dataset, seconds: float) -> list[str]:
+  """Returns a table with each group's test accuracy and digest of weights.
 
-  It collects the weights of all workers. Keras' `evaluate` would mix groups,
-  and `model.get_weights` reads only this worker's first replica.
+  Keras' `evaluate` would mix groups, and `model.get_weights` reads only this
+  worker's first replica.
   """
   [(images, labels)] = test
   # Outside the scope of the strategy, so the model belongs to this process.
   twin = digits_dataset.make_model()
-  rows = ["replica  group  test accuracy  seconds  digest of the weights"]
-  copies = [replica_state.values(weight) for weight in model.weights]
-  for replica, weights in enumerate(zip(*copies, strict=True)):
+  rows = ["group  test accuracy  seconds  digest of the weights"]
+  models = Models(model)
+  values = [models.values(weight) for weight in model.weights]
+  for i, weights in enumerate(zip(*values, strict=True)):
     twin.set_weights(weights)
     classes = np.argmax(twin(images, training=False), axis=-1)
     digest = hashlib.sha256(b"".join(w.tobytes() for w in weights))
     rows.append(
-      f"{replica:<7}  {groups.index_of(replica):<5}"
-      f"  {np.mean(classes == labels.numpy()):>13.2%}"
+      f"{i:<5}  {np.mean(classes == labels.numpy()):>13.2%}"
       f"  {seconds:>7.1f}  {digest.hexdigest()[:8]}"
     )
   return rows

@@ -22,10 +22,10 @@ import tensorflow as tf
 
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   groups,
   layers,
   local_strategy,
-  replica_state,
 )
 
 FLAGS = command_line.parse(
@@ -120,7 +120,7 @@ def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
   """
   tables = model.queries.embeddings, model.items.embeddings
   copies = [
-    replica_state.group_values(variable, model.optimizer)
+    Models(optimizer=model.optimizer).values(variable)
     for variable in (*tables, *model.dense.weights)
   ]
   shares = []

@@ -12,9 +12,9 @@ LARGE = [
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/multi_worker_test.py",
     "multi_process/pages_test.py",
-    "unit/replica_state/checkpoint_test.py",
-    "unit/replica_state/group_models_loaded_test.py",
-    "unit/replica_state/group_models_test.py",
+    "unit/models/checkpoint_test.py",
+    "unit/models/group_models_loaded_test.py",
+    "unit/models/group_models_test.py",
 ]
 
 # Tests that take long. tools/test.sh runs only those that are marked as fast;
@@ -39,9 +39,9 @@ SLOW = [
     "unit/backup/backup_test.py",
     "unit/islands/outer_optimizer_test.py",
     "unit/migration/checkpoints_test.py",
-    "unit/replica_state/checkpoint_test.py",
-    "unit/replica_state/group_models_loaded_test.py",
-    "unit/replica_state/group_models_test.py",
-    "unit/replica_state/paths_test.py",
+    "unit/models/checkpoint_test.py",
+    "unit/models/group_models_loaded_test.py",
+    "unit/models/group_models_test.py",
+    "unit/models/paths_test.py",
     "unit/virtual_tpu/strategy_test.py",
 ]

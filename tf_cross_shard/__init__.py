@@ -33,11 +33,12 @@ from tf_cross_shard import (
   groups,
   layers,
   migration,
-  replica_state,
+  models,
   schedules,
 )
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
+from tf_cross_shard.models import Models
 from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
@@ -64,6 +65,7 @@ __all__ = [
   "CrossShardOptimizer",
   "Groups",
   "ModeKeys",
+  "Models",
   "TowerOptimizer",
   "TowerSpec",
   "VectorizedStrategy",
@@ -73,9 +75,9 @@ __all__ = [
   "layers",
   "local_strategy",
   "migration",
+  "models",
   "per_group",
   "per_model",
-  "replica_state",
   "replicate_model_fn",
   "schedules",
   "__version__",

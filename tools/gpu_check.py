@@ -17,10 +17,10 @@ import tensorflow as tf
 
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
   groups,
   layers,
-  replica_state,
 )
 
 GPUS = tf.config.list_physical_devices("GPU")
@@ -150,7 +150,7 @@ def check_models(count: int, jit: bool) -> None:
 
   def ours() -> Any:
     model, took = fit(dense, adam, x, BATCH, jit, VectorizedStrategy(count))
-    return replica_state.load_group(model, count - 1, model.optimizer), took
+    return Models(model)[count - 1], took
 
   plain = fit(dense, adam, x, jit=jit)
   check(f"{count} models, jit_compile={jit}", plain, ours, fits=count)
@@ -168,7 +168,7 @@ def check_groups(strategy: Any, size: int) -> None:
     wrapped = lambda: CrossShardOptimizer(adam(), group_assignment=table)  # noqa: E731
     model, took = fit(dense, wrapped, x, BATCH * count, strategy=strategy)
     last = table.num_groups - 1
-    return replica_state.load_group(model, last, model.optimizer), took
+    return Models(model)[last], took
 
   plain = fit(dense, adam, of_last, BATCH * size)
   name = f"{table.num_groups} groups of {size} devices"

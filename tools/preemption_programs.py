@@ -137,7 +137,7 @@ def train(
     ],
   )
   # The file holds all groups; the log holds the best values of callbacks.
-  tcs.replica_state.save(folder / "end.npz", model.optimizer, model)
+  tcs.Models(model).save(folder / "end.npz")
   found = [stop.best, stop.best_epoch, best.best]
   note("end", *found)
 

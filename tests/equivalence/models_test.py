@@ -12,9 +12,9 @@ import tensorflow as tf
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
   per_model,
-  replica_state,
   schedules,
 )
 
@@ -363,7 +363,7 @@ class TestMistakes:
     model.compile(loss="mse", metrics=["mae"])
     x = np.ones([8, 4])
     got = model.evaluate(x, np.zeros([8, 1]), verbose=0)
-    plain = replica_state.load_group(model, 0, model.optimizer)
+    plain = Models(model)[0]
     plain.compile(loss="mse", metrics=["mae"])
     want = plain.evaluate(x, np.zeros([8, 1]), verbose=0)
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -399,7 +399,7 @@ class TestMistakes:
     model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)
     [line] = said
     assert "began alike" in line
-    assert "replica_state.initialize" in line
+    assert "Models.initialize" in line
     assert "per_model" in line
     said.clear()
     model.set_weights([np.full(w.shape, np.nan) for w in model.get_weights()])

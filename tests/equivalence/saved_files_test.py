@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import saved_files, testbed, training
-from tf_cross_shard import replica_state
+from tf_cross_shard import Models
 
 
 def check(model: Any, optimizer: Any, expected: list[float]) -> None:
@@ -27,7 +27,7 @@ def check(model: Any, optimizer: Any, expected: list[float]) -> None:
 def test_replica_state(which: str) -> None:
   model, optimizer = saved_files.make(which)
   path = saved_files.FOLDER / which / "state.npz"
-  replica_state.restore(path, optimizer, model)
+  Models(model, optimizer).restore(path)
   check(model, optimizer, [-0.5, -1.0])
   # The window goes on. Velocities are -0.75 and -1.5.
   saved_files.train(model, optimizer, calls=1)

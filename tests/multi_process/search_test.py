@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import programs
-from tf_cross_shard import replica_state
+from tf_cross_shard import Models
 
 PROGRAM = """
 import optuna, tensorflow as tf
@@ -44,7 +44,7 @@ def test_two_processes_share_a_study(tmp_path: pathlib.Path) -> None:
   # Whichever process trained the best trial, its weights are in the folder.
   best = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
   best_file = tmp_path / f"weights/trial_{study.best_trial.number}.npz"
-  replica_state.read_group(best_file, 0, best)
+  Models.read(best_file, 0, best)
   best.compile(loss="mse")
   x = tf.random.stateless_normal([64, 4], [0, 1])
   loss = best.evaluate(x, x[:, :1], verbose=0)

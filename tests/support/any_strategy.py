@@ -17,8 +17,8 @@ import tensorflow as tf
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
-  replica_state,
 )
 
 keras = tf.keras
@@ -60,7 +60,7 @@ class Program(abc.ABC):
   def initialize(self, model: Any, strategy: tf.distribute.Strategy) -> None:
     """Gives the i-th of n models the values of the i-th seed."""
     del strategy
-    replica_state.initialize(model, self.build, SEEDS)
+    Models(model).initialize(self.build, SEEDS)
 
   @abc.abstractmethod
   def train(

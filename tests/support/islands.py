@@ -9,7 +9,7 @@ import numpy as np
 import tf_keras
 
 from tests.support import replica_state_cases, testbed, training
-from tf_cross_shard import callbacks, replica_state
+from tf_cross_shard import Models, callbacks
 
 PAIRS = [[0, 1], [2, 3]]
 STRIDED = [[0, 2], [1, 3]]
@@ -60,7 +60,7 @@ class Islands:
         self.outer.step()
 
   def saved(self) -> list[dict[str, np.ndarray]]:
-    """Returns what `replica_state.save` writes of each replica."""
+    """Returns what `Models.save` writes of each replica."""
     return replica_state_cases.saved(self.optimizer, self.weights)
 
   def anchors(self) -> list[list[np.ndarray]]:
@@ -96,9 +96,9 @@ def check_resumes(
   """
   whole, again = start(), start()
   whole.train(*(rows[:at] for rows in grads))
-  replica_state.assert_in_sync(whole.optimizer, whole.weights)
-  replica_state.save(path, whole.optimizer, whole.weights)
-  replica_state.restore(path, again.optimizer, again.weights)
+  Models(whole.weights, whole.optimizer).assert_in_sync()
+  Models(whole.weights, whole.optimizer).save(path)
+  Models(again.weights, again.optimizer).restore(path)
   for islands in (whole, again):
     islands.train(*(rows[at:] for rows in grads))
   np.testing.assert_equal(again.values(), whole.values())

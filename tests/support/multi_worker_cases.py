@@ -18,9 +18,9 @@ import tensorflow as tf
 from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   callbacks,
   multi_worker,
-  replica_state,
 )
 from tf_cross_shard._src.core.reduce import multi_worker as engines
 
@@ -438,14 +438,14 @@ def group_callbacks(
   for epoch in (0, 1):  # Group 0 improves.
     logs = {"loss/model_0": -1.0 * epoch, "loss/model_1": 1.0}
     lower.on_epoch_end(epoch, logs)
-  rates = replica_state.group_values(optimizer.learning_rate, optimizer)
+  rates = Models(optimizer=optimizer).values(optimizer.learning_rate)
   state = {
     f"{type(callback).__name__}/{name}": value
     for callback in (stop, lower)
     for name, value in callback.state().items()
   }
   model.set_weights([0.0 * value for value in model.get_weights()])
-  replica_state.restore(f"{folder}/best", optimizer, model)
+  Models(model, optimizer).restore(f"{folder}/best")
   return {
     "history": history.history,
     "best_epoch": stop.best_epoch,

@@ -23,7 +23,7 @@ from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import versions
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.replica_state import group_state
+from tf_cross_shard._src.models import group_state
 from tf_cross_shard.multi_worker import (
   BackupAndRestore,
   MultiWorkerStrategy,

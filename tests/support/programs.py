@@ -120,4 +120,5 @@ def _become(
     os.dup2(written, stream)
   sys.argv = arguments
   sys.path[:0] = [os.path.dirname(arguments[0]), *map(str, path)]
+  os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # for its own programs
   runpy.run_path(arguments[0], run_name="__main__")

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
-  replica_state,
+  Models,
   schedules,
 )
 from tf_cross_shard._src.core.gradients import packing
@@ -556,9 +556,9 @@ def _train(
   _train_by_loop(program, strategy, model, optimizer, steps[:at])
   if at:
     # Keras numbers the layers of the second model differently.
-    replica_state.save(path, optimizer, model.known)
+    Models(model.known, optimizer).save(path)
     model, optimizer = _make(program, strategy)
-    replica_state.restore(path, optimizer, model.known)
+    Models(model.known, optimizer).restore(path)
   _train_by_loop(program, strategy, model, optimizer, steps[at:])
   return model, optimizer
 

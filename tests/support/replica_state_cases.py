@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models
 
 EXAMPLES = 4  # of each replica in a step
 N = testbed.REPLICAS
@@ -81,17 +81,17 @@ class Training:
     }
 
   def save(self, path: Any) -> None:
-    replica_state.save(path, self.optimizer, self.model)
+    Models(self.model, self.optimizer).save(path)
 
   def restore(self, path: Any) -> None:
-    replica_state.restore(path, self.optimizer, self.model)
+    Models(self.model, self.optimizer).restore(path)
 
 
 def saved(optimizer: Any, model: Any = None) -> list[dict[str, np.ndarray]]:
   """Returns each replica's values, by the names that `save` gives them."""
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "state.npz")
-    replica_state.save(path, optimizer, model)
+    Models(model, optimizer).save(path)
     with np.load(path, allow_pickle=False) as file:
       arrays = dict(file)
   about = json.loads(str(arrays["about"]))
@@ -136,11 +136,11 @@ def lists(arrays: Any) -> Any:
 
 
 def values(variable: Any) -> Any:
-  return lists(replica_state.values(variable))
+  return lists(testbed.values(variable))
 
 
 def group_values(variable: Any, optimizer: Any) -> Any:
-  return lists(replica_state.group_values(variable, optimizer))
+  return lists(Models(optimizer=optimizer).values(variable))
 
 
 def spread(variable: Any, arrays: Sequence[Any]) -> None:

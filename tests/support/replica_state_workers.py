@@ -14,9 +14,9 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from tests.support import multi_worker_cases, multi_worker_faults
+from tests.support import multi_worker_cases, multi_worker_faults, testbed
 from tests.support import replica_state_cases as cases
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models
 
 # Of other dtypes TensorFlow makes no variables under this strategy.
 DTYPES = ("float16", "float64", "int64", "bool")
@@ -78,7 +78,7 @@ def values(worker: Worker) -> Any:
     with worker.strategy.scope():
       variable = tf.Variable(replica_value(dtype, 0), trainable=False)
     worker.spread(variable, lambda r, dtype=dtype: replica_value(dtype, r))
-    arrays = replica_state.values(variable)
+    arrays = testbed.values(variable)
     found[dtype] = [(a.dtype.name, a.tolist()) for a in arrays]
   with worker.strategy.scope():
     scalar = tf.Variable(0.0)
@@ -89,13 +89,13 @@ def values(worker: Worker) -> Any:
     )
   for name, variable in (("scalar", scalar), ("total", total)):
     worker.spread(variable, lambda r: 2.0**r)
-    found[name] = [float(a) for a in replica_state.values(variable)]
+    found[name] = [float(a) for a in testbed.values(variable)]
   with worker.strategy.scope():
     rows = tf.Variable(tf.zeros([1, 2]), shape=[None, 2], trainable=False)
   worker.spread(rows, lambda r: np.full([1 + r % 3, 2], r, "f"))
-  found["rows"] = [a.tolist() for a in replica_state.values(rows)]
+  found["rows"] = [a.tolist() for a in testbed.values(rows)]
   alone = tf.Variable([float(worker.index)])
-  found["alone"] = [a.tolist() for a in replica_state.values(alone)]
+  found["alone"] = [a.tolist() for a in testbed.values(alone)]
   return found
 
 
@@ -111,7 +111,7 @@ def in_parts(worker: Worker) -> Any:
     with worker.strategy.scope():
       long = tf.Variable(np.zeros(size, "float16"), trainable=False)
     worker.spread(long, lambda r, n=size: numbers(n, r))
-    values = replica_state.values(long)
+    values = testbed.values(long)
     found.append([zlib.crc32(each.tobytes()) for each in values])
   return found
 
@@ -145,9 +145,9 @@ def resume(worker: Worker) -> Any:
     "trained": len(cases.differing(saved, one.state())),
     "groups": [
       value.tobytes()
-      for value in replica_state.group_values(kernel, one.optimizer)
+      for value in Models(optimizer=one.optimizer).values(kernel)
     ],
-    "values": [value.tobytes() for value in replica_state.values(kernel)],
+    "values": [value.tobytes() for value in testbed.values(kernel)],
   }
 
 
@@ -157,7 +157,7 @@ def errors(worker: Worker) -> Any:
   optimizer, weight = worker.simple(groups)
   variables = [weight, *optimizer.variables]
   good, mine = worker.folder / "good", worker.folder / f"own_{worker.index}"
-  replica_state.save(good, optimizer, [weight])
+  Models([weight], optimizer).save(good)
   before = good.read_bytes()
   found: dict[str, Any] = {}
 
@@ -166,7 +166,7 @@ def errors(worker: Worker) -> Any:
     mine.write_bytes(data)
     weight.assign([9.0, 9.0])
     found[name] = multi_worker_faults.attempt(
-      lambda: replica_state.restore(mine, optimizer, [weight])
+      lambda: Models([weight], optimizer).restore(mine)
     )
     found[f"{name}: unchanged"] = worker.own([weight])
 
@@ -176,28 +176,26 @@ def errors(worker: Worker) -> Any:
     os, "fsync", side_effect=failure if not worker.index else real
   ):
     found["full disk"] = multi_worker_faults.attempt(
-      lambda: replica_state.save(good, optimizer, [weight])
+      lambda: Models([weight], optimizer).save(good)
     )
   found["the old file"] = good.read_bytes() == before
 
   is_last = worker.index == 1
   restore("damaged", before[:-5] if is_last else before)
   weight.assign([3.0, 3.0])
-  replica_state.save(worker.folder / "other", optimizer, [weight])
+  Models([weight], optimizer).save(worker.folder / "other")
   other = (worker.folder / "other").read_bytes()
   restore("another file", other if is_last else before)
   restore("the same file", before)
 
   found["another model"] = multi_worker_faults.attempt(
-    lambda: replica_state.assert_in_sync(
-      optimizer, [weight] if is_last else None
-    )
+    lambda: Models([weight] if is_last else None, optimizer).assert_in_sync()
   )
   worker.spread(weight, lambda r: [1.0, 2.0 ** (r + 1)])
   found["in sync"] = multi_worker_faults.attempt(
-    lambda: replica_state.assert_in_sync(optimizer, [weight])
+    lambda: Models([weight], optimizer).assert_in_sync()
   )
-  replica_state.restore(good, optimizer, [weight])
+  Models([weight], optimizer).restore(good)
   found["at the end"] = worker.own(variables)
   found["left behind"] = sorted(
     path.name for path in worker.folder.iterdir() if "partial" in path.name

@@ -14,7 +14,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tests.support import logical_devices, testbed, training
-from tf_cross_shard import replica_state
+from tf_cross_shard import Models
 
 FOLDER: Final = pathlib.Path(__file__).parent.parent / "saved_files"
 
@@ -54,7 +54,7 @@ def write(which: str) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   model, optimizer = make(which)
   train(model, optimizer, calls=3)
-  replica_state.save(folder / "state.npz", optimizer, model)
+  Models(model, optimizer).save(folder / "state.npz")
   checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
   checkpoint.write(str(folder / "checkpoint"))
   model.save(str(folder / "model.keras"))

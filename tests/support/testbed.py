@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.support import logical_devices
 from tf_cross_shard import groups as groups_lib
 from tf_cross_shard import virtual_tpu
+from tf_cross_shard._src.core import replicas
 
 REPLICAS = 4
 GROUPINGS: dict[str, list[list[int]] | None] = {
@@ -214,6 +215,15 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
   "mirrored": mirrored,
   "virtual": lambda: virtual(REPLICAS),
 }
+
+
+def values(variable: Any) -> list[Any]:
+  """Returns each replica's value of a variable, on every worker."""
+  strategy = replicas.strategy_of(variable)
+  copies = replicas.Copies(strategy or tf.distribute.get_strategy())
+  if strategy is None:
+    return copies.here(variable)[:1]
+  return copies.read(variable, range(copies.engine.num_replicas))
 
 
 def per_replica(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:

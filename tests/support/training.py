@@ -17,8 +17,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed
+from tf_cross_shard import Models, keras3
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import keras3, replica_state
 
 # Each installed Keras, and our classes for it.
 KERASES: dict[str, tuple[Any, Any]] = {"keras": (keras, keras3)}
@@ -280,7 +280,7 @@ def state_of(weights: Sequence[Any], optimizer: Any) -> list[np.ndarray]:
   return [
     value
     for variable in (*weights, *optimizer.variables)
-    for value in replica_state.group_values(variable, optimizer)
+    for value in Models(optimizer=optimizer).values(variable)
   ]
 
 

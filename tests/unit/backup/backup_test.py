@@ -27,13 +27,13 @@ from tests.support import replica_state_cases as cases
 from tf_cross_shard import (
   CrossShardOptimizer,
   callbacks,
-  replica_state,
+  models,
 )
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import per_model_callback
-from tf_cross_shard._src.replica_state import archive, group_state
+from tf_cross_shard._src.models import archive, group_state
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
 DATA = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8)
@@ -504,7 +504,7 @@ def test_the_last_two_are_kept(tmp_path: pathlib.Path) -> None:
   assert _fit(_model(), backup) == [EPOCHS - 1]
   assert sorted(path.name for path in folder.iterdir()) == names
   newest.write_bytes(newest.read_bytes()[:-9])
-  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+  with pytest.raises(models.CheckpointError, match="is damaged"):
     _fit(_model(), backup)
 
 

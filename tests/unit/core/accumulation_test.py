@@ -12,8 +12,8 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import fake_engine, testbed, training
+from tf_cross_shard import Models, keras3
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 GROUPS = fake_engine.PAIRS.to_lists()
@@ -317,12 +317,12 @@ def test_engines_stop_and_resume_within_a_window(
   train = functools.partial(training.train, strategy=strategy)
   weights, optimizer = make()
   train(weights, optimizer, [GRADS[:3]])
-  replica_state.assert_in_sync(optimizer, weights)
-  replica_state.save(tmp_path / "state", optimizer, weights)
+  Models(weights, optimizer).assert_in_sync()
+  Models(weights, optimizer).save(tmp_path / "state")
   again, other = make()
-  replica_state.restore(tmp_path / "state", other, again)
+  Models(again, other).restore(tmp_path / "state")
   train(again, other, [GRADS[3:]])
-  found = replica_state.group_values(again[0], other)
+  found = Models(optimizer=other).values(again[0])
   for value, members in zip(found, GROUPS, strict=True):
     np.testing.assert_array_equal(value, momentum(windows(members)))
 
@@ -357,14 +357,14 @@ def test_a_restored_window_may_be_longer_than_the_new_ones(
     )
     optimizer.build([weight])
     if steps == 2:
-      replica_state.restore(tmp_path / "state", optimizer, [weight])
+      Models([weight], optimizer).restore(tmp_path / "state")
     values = []
     for grad in grads:
       optimizer.apply_gradients([(tf.constant(grad), weight)])
       values.append(float(weight.numpy()))
     if steps == 4:
       assert values == [0.0, 0.0, 0.0]
-      replica_state.save(tmp_path / "state", optimizer, [weight])
+      Models([weight], optimizer).save(tmp_path / "state")
   # (1 + 2 + 4 + 5) / 4, and then (1 + 3) / 2.
   assert values == [-3.0, -3.0, -5.0]
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import logical_devices, testbed
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models
 
 keras = tf.keras
 SGD = keras.optimizers.SGD
@@ -391,11 +391,11 @@ def test_two_fits_in_two_threads_with_two_strategies(
   models = [make(seed) for seed in (1, 2)]
   for i, model in enumerate(models):
     fit(model)  # Traces, so that the threads below run at the same time.
-    replica_state.save(tmp_path / str(i), model.optimizer, model)
+    Models(model).save(tmp_path / str(i))
   expected = list(map(fit, models))
   assert not np.array_equal(*expected)
   for i, model in enumerate(models):
-    replica_state.restore(tmp_path / str(i), model.optimizer, model)
+    Models(model).restore(tmp_path / str(i))
   with futures.ThreadPoolExecutor(2) as threads:
     found = list(threads.map(fit, models, timeout=600))
   np.testing.assert_array_equal(found, expected)

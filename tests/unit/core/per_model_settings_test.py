@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import VectorizedStrategy, keras3, replica_state
+from tf_cross_shard import Models, VectorizedStrategy, keras3
 
 GROUPS = [[0, 2], [3, 1]]
 STEPS = 3
@@ -139,9 +139,9 @@ def test_assigned_numbers_are_those_of_the_next_step(
   assert found == [-4.0 - 6.0 - 1.0, -2.0 - 2.0 - (1.5 + 4.0)]
   assert optimizer.per_model == after
   assert optimizer.get_config()["per_model"] == after
-  replica_state.save(tmp_path / "state", optimizer, [weight])
+  Models([weight], optimizer).save(tmp_path / "state")
   [weight], other = make()
-  replica_state.restore(tmp_path / "state", other, [weight])
+  Models([weight], other).restore(tmp_path / "state")
   assert other.per_model == after
   with pytest.raises(ValueError, match="a number for each of the 2 groups"):
     optimizer.per_model = {"momentum": [0.5]}
@@ -240,7 +240,7 @@ def test_replicas_of_one_program(
     )
     grads = [np.arange(18, dtype="f").reshape(3, 2, 3)]
     training.train(weights, optimizer, grads, strategy=strategy)
-    held.append(replica_state.group_values(weights[0], optimizer))
+    held.append(Models(optimizer=optimizer).values(weights[0]))
   np.testing.assert_allclose(*held, rtol=2e-6, atol=1e-6)
   assert np.abs(held[0][0] - held[0][1]).max() > 1e-3
 

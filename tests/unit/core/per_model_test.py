@@ -20,9 +20,9 @@ import tf_cross_shard.keras3
 import tf_cross_shard.tf_keras
 from tests.support import testbed, training
 from tf_cross_shard import (
+  Models,
   VectorizedStrategy,
   per_group,
-  replica_state,
   schedules,
 )
 
@@ -140,7 +140,7 @@ def test_a_group_that_skips_a_step_stays_at_its_rate(
   )
   grads = np.array([[1.0, np.nan, 2.0, 1.0], [1.0, 1.0, 2.0, 4.0]], "f")
   training.train([weight], optimizer, [grads], strategy=ENGINES[engine]())
-  assert replica_state.group_values(optimizer.iterations, optimizer) == [2, 1]
+  assert Models(optimizer=optimizer).values(optimizer.iterations) == [2, 1]
   # 3 * (0.5 + 0.25), and 5 * 8 after the step that was left out
   assert testbed.copies(weight) == [-2.25, -40.0, -2.25, -40.0]
   assert rates.values(1) == [0.25, 4.0]
@@ -172,7 +172,7 @@ def test_fit_callbacks_and_files(tmp_path: pathlib.Path) -> None:
   )
   model.fit(x, y[:, :1], batch_size=8, verbose=0, callbacks=[board])
   assert float(logs[0]["learning_rate"]) == 0.125
-  weights = replica_state.values(model.weights[0])
+  weights = testbed.values(model.weights[0])
   assert (weights[0] == weights[2]).all()
   assert (weights[0] != weights[1]).any()
 
@@ -354,11 +354,11 @@ class TestAssign:
 
     model, rates = make()
     rates.assign([1.0, 0.1])
-    replica_state.save(tmp_path / "state", model.optimizer, model)
+    Models(model).save(tmp_path / "state")
     tf.train.Checkpoint(optimizer=model.optimizer).write(str(tmp_path / "ckpt"))
     model.save(tmp_path / "model.keras")
     again, restored = make()
-    replica_state.restore(tmp_path / "state", again.optimizer, again)
+    Models(again).restore(tmp_path / "state")
     assert restored.values(step=0) == [1.0, 0.1]
     again, restored = make()
     checkpoint = tf.train.Checkpoint(optimizer=again.optimizer)
@@ -406,9 +406,9 @@ class TestModels:
     rates, model = make()
     model.fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0)
     rates.assign([0.125, 0.75])
-    replica_state.save(tmp_path / "state", model.optimizer, model)
+    Models(model).save(tmp_path / "state")
     rates, model = make()
-    replica_state.restore(tmp_path / "state", model.optimizer, model)
+    Models(model).restore(tmp_path / "state")
     assert rates.values(step=0) == [0.125, 0.75]
 
   def test_another_number_of_rates(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models
 
 PAIRS = [[0, 1], [2, 3]]
 CROSSED = [[0, 2], [1, 3]]
@@ -41,7 +41,7 @@ def test_members_that_other_groups_trained_differently(
   ):
     _train(weights, which, second)
   assert [copy.tolist() for copy in testbed.copies(weights[0])] == before
-  replica_state.average(first, weights)
+  Models(weights, first).average()
   _train(weights, which, second)
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.support import callback_cases as cases
 from tests.support import replica_state_cases, testbed
 from tests.support.callback_cases import CROSSED
-from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models, callbacks, models
 
 
 def _state(model: Any, members: Sequence[int]) -> list[list[np.ndarray]]:
@@ -37,7 +37,7 @@ def test_each_group_is_kept_at_its_best(tmp_path: pathlib.Path) -> None:
   assert keep.best == [1.0, 7.0]
   for each in (model, cases.grouped("virtual", CROSSED)):
     cases.mark(each, 9)
-    replica_state.restore(path, each.optimizer, each)
+    Models(each).restore(path)
     found = [_state(each, members) for members in CROSSED]
     np.testing.assert_equal(found, right)
   assert len(right[0]) > 4 + 2 * 4  # weights, Adam's slots, and more
@@ -64,7 +64,7 @@ def test_each_member_has_its_own_statistics(tmp_path: pathlib.Path) -> None:
   replica_state_cases.spread(mean, then)
   keep.on_epoch_end(1, {"val_loss/model_0": 2.0, "val_loss/model_1": 0.5})
   replica_state_cases.spread(mean, [np.full(3, 9.0, "f4")] * cases.N)
-  replica_state.restore(tmp_path / "best", optimizer, model)
+  Models(model, optimizer).restore(tmp_path / "best")
   for replica, value in enumerate(testbed.copies(mean)):
     right = then[replica] if replica in CROSSED[1] else np.zeros(3)
     np.testing.assert_array_equal(value, right)
@@ -96,7 +96,7 @@ def test_the_best_of_an_earlier_fit_is_kept(
       [keep] = cases.begin(model, same)
     model.layers[-1].bias.assign(np.full(2, 10.0 * run))
     keep.on_epoch_end(0, {f"val_loss/model_{i}": logs[i] for i in (0, 1)})
-    replica_state.restore(path, model.optimizer, model)
+    Models(model).restore(path)
   assert keep.best == [0.25, 0.1]
   bias = testbed.copies(model.layers[-1].bias)
   np.testing.assert_array_equal(bias, [[20.0, 20.0], [10.0, 10.0]])
@@ -111,7 +111,7 @@ def test_a_new_callback_begins_anew(tmp_path: pathlib.Path) -> None:
     keep.on_epoch_end(0, {f"val_loss/model_{i}": loss for i in (0, 1)})
   assert keep.best == [9.0, 9.0]
   model.layers[-1].bias.assign(np.zeros(2))
-  replica_state.restore(path, model.optimizer, model)
+  Models(model).restore(path)
   assert (np.array(testbed.copies(model.layers[-1].bias)) == 9.0).all()
 
 
@@ -129,10 +129,10 @@ def test_resuming_with_the_file_of_another_run_raises_an_error(
     (singletons, "val_loss", "of 4 groups"),
     (cases.grouped(outputs=3), "val_loss", another_shape),
   ):
-    with pytest.raises(replica_state.CheckpointError, match=words):
+    with pytest.raises(models.CheckpointError, match=words):
       _resume(other, path, monitor)
   path.write_text("no checkpoint")
-  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
+  with pytest.raises(models.CheckpointError, match="is damaged"):
     _resume(model, path)
   (tmp_path / "file").write_text("")
   with pytest.raises(OSError, match="file"):

@@ -13,7 +13,6 @@ from tf_cross_shard import (
   VectorizedStrategy,
   callbacks,
   per_model,
-  replica_state,
   schedules,
 )
 
@@ -202,7 +201,7 @@ def test_stateful_layers() -> None:
     np.testing.assert_allclose(history[f"val_loss/model_{i}"], right, rtol=2e-6)
     [mine] = model.layers[-1].states
     np.testing.assert_allclose(
-      replica_state.values(mine)[i], before, rtol=1e-5, atol=1e-6
+      testbed.values(mine)[i], before, rtol=1e-5, atol=1e-6
     )
 
 

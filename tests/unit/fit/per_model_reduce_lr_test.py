@@ -12,8 +12,8 @@ from tests.support import testbed
 from tests.support.callback_cases import SERIES
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   callbacks,
-  replica_state,
   schedules,
 )
 
@@ -59,7 +59,7 @@ def test_rates_are_lowered_as_keras_lowers_them(
     lower.on_epoch_end(epoch, cases.logs_of(epoch))
     assert lower.learning_rates == [row[epoch] for row in right]
   assert lower.learning_rates == [0.125, 0.125] != list(given)
-  replica_state.save(tmp_path / "state", model.optimizer, model)
+  Models(model).save(tmp_path / "state")
   [kernel] = model.trainable_variables
   before = testbed.copies(kernel)
   testbed.fit(model, data)
@@ -138,10 +138,10 @@ def test_files_before_and_after_the_first_change(
     patience=1, factor=0.5, min_delta=1e6
   )
   rates, model = make()
-  replica_state.save(tmp_path / "before", model.optimizer, model)
+  Models(model).save(tmp_path / "before")
   used = [callbacks.PerModelMetrics((x, x)), lower]
   testbed.fit(model, data, 2, callbacks=used)
-  replica_state.save(tmp_path / "after", model.optimizer, model)
+  Models(model).save(tmp_path / "after")
   [kernel] = model.trainable_variables
   trained = testbed.copies(kernel)
   testbed.fit(model, data)
@@ -155,7 +155,7 @@ def test_files_before_and_after_the_first_change(
   ):
     for own, changed in ((rates, model), (other_rates, other)):
       path = tmp_path / restored
-      replica_state.restore(path, changed.optimizer, changed)
+      Models(changed).restore(path)
       assert own.values(0) == values
       if restored == "after":
         [weight] = changed.trainable_variables

@@ -18,7 +18,7 @@ from tests.support import (
   training,
 )
 from tests.support.islands import PAIRS, SINGLETONS, STRIDED
-from tf_cross_shard import callbacks, keras3, replica_state
+from tf_cross_shard import Models, callbacks, keras3
 
 # [steps, replicas, 3] whole numbers: their sums are exact.
 GRADS = np.random.default_rng(3).integers(-8, 9, (12, 4, 3)).astype("f")
@@ -143,15 +143,15 @@ def test_sgd_takes_the_average() -> None:
     assert (one != another).any()
     for loop in (synchronizing, other):
       loop.train(GRADS[first + 2 : first + 3])
-    replica_state.average(other.optimizer, other.weights)
+    Models(other.weights, other.optimizer).average()
     np.testing.assert_array_equal(
       synchronized(synchronizing), other.values()[0][0]
     )
   for mine, its in zip(
     synchronizing.optimizer.variables, other.optimizer.variables, strict=True
   ):
-    found = replica_state.group_values(mine, synchronizing.optimizer)
-    expected = replica_state.group_values(its, other.optimizer)
+    found = Models(optimizer=synchronizing.optimizer).values(mine)
+    expected = Models(optimizer=other.optimizer).values(its)
     np.testing.assert_array_equal(found, expected)
   assert (found[0] != found[1]).any()  # The momentum is the last.
 
@@ -203,7 +203,7 @@ def test_groups_that_skip_steps_are_synchronized_in_one_step() -> None:
   rows = GRADS[:3].copy()
   rows[1, 0] = np.nan
   loop.train(rows)
-  counts = replica_state.group_values(loop.optimizer.iterations, loop.optimizer)
+  counts = Models(optimizer=loop.optimizer).values(loop.optimizer.iterations)
   assert [int(count) for count in counts] == [2, 3]
   one = -0.5 * rows[[0, 2]][:, :2].sum((0, 1))
   other = -0.5 * rows[:, 2:].sum((0, 1))
@@ -483,9 +483,9 @@ def test_groups_that_start_with_different_weights() -> None:
   loop.train(GRADS[:1])
   before = loop.values()[0]
   outer = callbacks.OuterOptimizer(2)
-  with pytest.raises(ValueError, match=r"weight0 differs.*replica_state\.ave"):
+  with pytest.raises(ValueError, match=r"weight0 differs.*Models\(mod"):
     outer.build(loop.optimizer, loop.weights)
   np.testing.assert_array_equal(loop.values()[0], before)
   assert outer.optimizer is None
-  replica_state.average(loop.optimizer, loop.weights)
+  Models(loop.weights, loop.optimizer).average()
   outer.build(loop.optimizer, loop.weights)

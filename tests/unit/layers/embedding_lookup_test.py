@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import replica_state
 
 ROWS, WIDTH = 12, 3
 # In ragged ids, the second example has one id.
@@ -110,7 +109,7 @@ def test_training_has_no_tensor_of_the_table_size(
   shapes = [out.shape for op in graph.get_operations() for out in op.outputs]
   assert (ROWS, WIDTH) not in shapes
   step()
-  copies = replica_state.values(table)
+  copies = testbed.values(table)
   assert len(copies) == strategy.num_replicas_in_sync > 1
   for copy in copies:
     moved = (copy != before).any(axis=1)

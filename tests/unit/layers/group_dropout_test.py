@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import VectorizedStrategy, keras3, replica_state
+from tf_cross_shard import Models, VectorizedStrategy, keras3
 
 PAIRS = [[0, 1], [2, 3]]
 RATES = [0.25, 0.75]
@@ -83,11 +83,11 @@ def test_a_restored_model_draws_the_numbers_that_would_have_come(
   model, optimizer = _model(which)
   optimizer.build(model.trainable_variables)
   first = _call(model)
-  replica_state.save(tmp_path / "state", optimizer, model)
+  Models(model, optimizer).save(tmp_path / "state")
   right = _call(model)
   assert (np.array(first) != np.array(right)).any()
   again, other = _model(which)
-  replica_state.restore(tmp_path / "state", other, again)
+  Models(again, other).restore(tmp_path / "state")
   np.testing.assert_array_equal(_call(again), right)
 
 
@@ -110,7 +110,7 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
   library, _ = training.KERASES[which]
   model, optimizer = _model(which, [0.0, 0.75])
   for group, rate in enumerate([0.0, 0.75]):
-    plain = replica_state.load_group(model, group, optimizer)
+    plain = Models(model, optimizer)[group]
     assert type(plain.layers[0]) is library.layers.Dropout
     assert plain.layers[0].rate == rate
     assert float(plain(X)[0, 0]) == 500

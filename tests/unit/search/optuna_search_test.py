@@ -16,11 +16,11 @@ import tensorflow as tf
 from tests.support import replica_state_cases, testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
   callbacks,
   groups,
   layers,
-  replica_state,
 )
 from tf_cross_shard._src.core.workers import agreement
 
@@ -364,7 +364,7 @@ def test_two_searches_share_a_study(tmp_path: pathlib.Path) -> None:
   assert loss == pytest.approx(study.best_value, 1e-5)
   path = folder / f"trial_{study.best_trial.number}.npz"
   plain = network(lambda: keras.layers.Dropout(0.5))
-  replica_state.read_group(path, 0, plain)
+  Models.read(path, 0, plain)
   plain.compile(loss="mse")
   assert plain.evaluate(*VALIDATION, verbose=0) == pytest.approx(loss, 1e-6)
 

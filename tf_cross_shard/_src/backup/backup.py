@@ -16,10 +16,10 @@ from etils import epath
 from tf_cross_shard._src.backup import backup_files, preemption
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
-from tf_cross_shard._src.replica_state import (
+from tf_cross_shard._src.models import (
   checkpoint,
 )
-from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.models import paths as paths_lib
 
 # Prefix of the arrays in a backup that hold the state of callbacks.
 _CALLBACKS: Final = "callbacks/"
@@ -74,13 +74,13 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
 
   When `fit` begins, it raises one of these errors on all workers:
 
-  - `replica_state.CheckpointError` if the backup is damaged, if it was made
+  - `models.CheckpointError` if the backup is damaged, if it was made
     with a different model or number of groups, or if the workers do not see the
     same folder.
   - `MissingWorkerError` if a worker does not connect.
   - `ValueError` if a callback whose state is saved comes after this one.
 
-  While `fit` runs, a backup can raise the errors of `replica_state.save`.
+  While `fit` runs, a backup can raise the errors of `Models.save`.
   """
 
   def __init__(
@@ -99,7 +99,7 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
     Args:
       backup_dir: A folder that all workers see, for example on a network file
         system or on `gs://`. It is created if necessary. The files in it have
-        the format of `replica_state.save`.
+        the format of `Models.save`.
       delete_checkpoint: Whether to delete the backups when `fit` ends, as Keras
         does. If your program is killed after `fit` and before it has saved the
         model, it has to train from the beginning. With False, `fit` finds that

@@ -9,8 +9,8 @@ from absl import logging
 from etils import epath
 
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.replica_state import archive, group_state
-from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.models import archive, group_state
+from tf_cross_shard._src.models import paths as paths_lib
 
 _NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
 _PARTIAL: Final = ".partial"  # The suffix of files that are not backups yet.

@@ -163,7 +163,7 @@ class Checks:
         f" {groups.to_lists()}, but the optimizer was created under {where}."
         " Change `group_assignment`, or create the optimizer inside the scope"
         " of its strategy. To load a file of a model with groups on one"
-        " device, save what replica_state.load_group returns."
+        " device, save a plain model, Models(model)[i]."
       )
     if single_program.are_models(strategy) and groups.group_size > 1:
       return (

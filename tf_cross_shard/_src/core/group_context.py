@@ -64,7 +64,7 @@ def as_group(group: Any) -> Iterator[None]:
   """Sets the group whose values `per_group` returns outside replicas.
 
   Use it when you call the model of one group, such as the result of
-  `replica_state.load_group`, if the model's layers or its loss call
+  `Models(model)[i]`, if the model's layers or its loss call
   `per_group`.
 
   >>> from tf_cross_shard import per_group, schedules

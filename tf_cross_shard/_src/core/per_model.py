@@ -216,7 +216,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
 
     Args:
       step: The number of applied steps. Groups that skip steps may be at
-        different steps: see `replica_state.group_values` of
+        different steps: see `Models.values` of
         `optimizer.iterations`.
 
     Returns:

@@ -145,7 +145,7 @@ class PerModelSettings:
 
   @property
   def variables(self) -> list[tf.Variable]:
-    """The variables that `replica_state` saves."""
+    """The variables that `Models.save` writes."""
     strategy = self._engine.strategy
     found = (number.variable(strategy) for number in self.numbers.values())
     return [variable for variable in found if variable is not None]

@@ -82,7 +82,7 @@ class GradientPipeline:
     window: Accumulates the gradients of several calls; None for one call.
     warnings: Warns when something else treats all groups as one model.
     guard: Skips and counts steps with a NaN or an infinity.
-    attached: Variables of callbacks, which `replica_state` saves, too.
+    attached: Variables of callbacks, which `Models` saves, too.
   """
 
   def __init__(
@@ -264,7 +264,7 @@ class GradientPipeline:
 
   @property
   def state(self) -> list[Variable]:
-    """The step's own variables, which `replica_state` saves."""
+    """The step's own variables, which `Models` saves."""
     skipped_steps = self.guard.skipped_steps
     return [
       *([] if skipped_steps is None else [skipped_steps]),

@@ -48,13 +48,13 @@ _COLLAPSED: Final = (
   "%s trains %d groups, and all groups have the same weights. If the groups"
   " differ in their data or settings, something other than the optimizer, such"
   " as set_weights() or a checkpoint, gave all groups the same weights. Use"
-  " tf_cross_shard.replica_state.save() and restore(), which keep the weights"
+  " tf_cross_shard.Models(model).save() and restore(), which keep the weights"
   " of each group, or average()."
 )
 _EQUAL_MODELS: Final = (
   "%s trains %d models, and all have the same weights: they began alike, and"
   " saw the same data and settings. Give them other initial weights"
-  " (replica_state.initialize), other settings (schedules.PerModel or the"
+  " (Models.initialize), other settings (schedules.PerModel or the"
   " argument per_model) or other data (tf_cross_shard.per_model)."
 )
 
@@ -134,7 +134,7 @@ class GroupWarnings:
               f" {variable.name} differs between the replicas {list(members)},"
               " because an optimizer with the groups"
               f" {earlier.to_lists()} has trained it. Call"
-              " replica_state.average(optimizer, model) with that optimizer"
+              " Models(model, optimizer).average() with that optimizer"
               " first, or use its groups."
             )
       setattr(variable, _TRAINED_BY, groups)
@@ -168,7 +168,7 @@ class GroupWarnings:
       self._log_once(
         "%s trains %d groups, which differ in weights and slots. Checkpoints,"
         " model files, pickles and copies hold only the first replica's values."
-        " Use tf_cross_shard.replica_state.save() and restore(), which keep"
+        " Use tf_cross_shard.Models(model).save() and restore(), which keep"
         " the values of all groups.",
       )
 

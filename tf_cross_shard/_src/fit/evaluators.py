@@ -26,7 +26,7 @@ from tf_cross_shard._src.fit import (
   mean_model,
   per_model_evaluation,
 )
-from tf_cross_shard._src.replica_state import group_models, group_state
+from tf_cross_shard._src.models import group_state, plain_models
 
 
 class PlainEvaluator:
@@ -139,7 +139,7 @@ class TwinEvaluator:
 
     def make() -> Any:
       into = None if twin is None else twin()
-      return group_models.load_group(model, 0, model.optimizer, into=into)
+      return plain_models.load(model, 0, model.optimizer, into=into)
 
     self._keys, self._state = keys, state
     self._evaluator = PlainEvaluator(model.distribute_strategy, data)
@@ -154,7 +154,7 @@ class TwinEvaluator:
       self._mean = mean_model.mean_of(mean, self._plain)
       mean_model.compile_like(self._plain, self._mean)
     self._receivers = {
-      id(plain): group_models.receivers(state, plain)
+      id(plain): plain_models.receivers(state, plain)
       for plain in (self._plain, *self._members)
     }
 
@@ -177,11 +177,11 @@ class TwinEvaluator:
   def _load(self, group: int) -> None:
     """Gives the twin, and the group's member of the ensemble, its weights."""
     members = self._state.groups.assignment[group]
-    values = group_models.values_of(self._state, members)
+    values = plain_models.values_of(self._state, members)
     for plain in (self._plain, *self._members[group : group + 1]):
       for name, variable in self._receivers[id(plain)].items():
         variable.assign(values[name])
-      group_models.finalize(plain)
+      plain_models.finalize(plain)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A plain model of the mean predictions of all groups.
 
-`replica_state.ensemble` is of no use to callbacks: it clones the models again,
+`Models.ensemble` is of no use to callbacks: it clones the models again,
 and it supports functional models only.
 """
 

@@ -24,7 +24,7 @@ from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.replica_state import group_state
+from tf_cross_shard._src.models import group_state
 
 # All callbacks for which a `fit` has begun.
 _in_fits: "Final[weakref.WeakSet[PerModelCallback]]" = weakref.WeakSet()

@@ -9,8 +9,8 @@ import tensorflow as tf
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import per_model_callback
-from tf_cross_shard._src.replica_state import archive, group_state
-from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.models import archive, group_state
+from tf_cross_shard._src.models import paths as paths_lib
 
 
 class PerModelCheckpoint(per_model_callback.PerModelMonitor):
@@ -18,14 +18,14 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
 
   When a group improves, the group's current state is written to the file. The
   other groups' parts of the file do not change.
-  `replica_state.restore(path, optimizer, model)` then gives each group its own
+  `Models(model).restore(path)` then gives each group its own
   best state, from which training continues as if there had been no later
   epochs. A crash while the file is written leaves the previous file unchanged.
 
   >>> import tempfile
   >>> import numpy as np
   >>> import tensorflow as tf
-  >>> from tf_cross_shard import CrossShardOptimizer, callbacks, replica_state
+  >>> from tf_cross_shard import CrossShardOptimizer, Models, callbacks
   >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   >>> with strategy.scope():
   ...   model = tf.keras.Sequential(
@@ -43,8 +43,8 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
   ...     verbose=0,
   ...     callbacks=[callbacks.PerModelMetrics((x, 5 * x)), keep],
   ...   )
-  ...   replica_state.restore(f"{folder}/best", optimizer, model)
-  >>> [int(i) for i in replica_state.group_values(sgd.iterations, optimizer)]
+  ...   Models(model).restore(f"{folder}/best")
+  >>> Models(model).values(sgd.iterations).tolist()
   [1, 1]
 
   As Keras' ModelCheckpoint does, a new callback begins anew, whatever file is

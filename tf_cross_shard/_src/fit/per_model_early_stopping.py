@@ -6,7 +6,7 @@ import numpy as np
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.fit import per_model_callback
-from tf_cross_shard._src.replica_state import group_state
+from tf_cross_shard._src.models import group_state
 
 _WEIGHTS: Final = "best_weights/"  # prefix of the best weights in a backup
 

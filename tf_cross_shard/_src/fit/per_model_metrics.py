@@ -32,7 +32,7 @@ from tf_cross_shard._src.fit import (
   per_model_callback,
   per_model_evaluation,
 )
-from tf_cross_shard._src.replica_state import group_state
+from tf_cross_shard._src.models import group_state
 
 _NO_VALIDATION: Final = (
   "reads the metrics of fit(validation_data=...), and this `fit` has no"

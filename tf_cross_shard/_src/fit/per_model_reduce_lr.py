@@ -39,7 +39,7 @@ class PerModelReduceLROnPlateau(per_model_callback.PerModelMonitor):
   >>> [round(rate, 4) for rate in lower.learning_rates]
   [0.5, 0.01]
 
-  `replica_state.save` saves the learning rates together with the optimizer.
+  `Models.save` saves the learning rates together with the optimizer.
 
   Attributes:
     learning_rates: The learning rate of each group after the last epoch.

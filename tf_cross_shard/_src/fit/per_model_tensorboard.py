@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.fit import per_model_callback
-from tf_cross_shard._src.replica_state import group_state
-from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.models import group_state
+from tf_cross_shard._src.models import paths as paths_lib
 
 # TensorFlow's own functions write these entries only if TensorBoard is there.
 _SCALAR: Final = tf.compat.v1.SummaryMetadata(

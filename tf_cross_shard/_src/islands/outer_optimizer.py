@@ -26,7 +26,7 @@ from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
-from tf_cross_shard._src.replica_state import group_state
+from tf_cross_shard._src.models import group_state
 
 
 class OuterOptimizer(per_model_callback.PerModelCallback):
@@ -84,7 +84,7 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
   same time. With `steps_per_execution`, groups synchronize at the end of the
   execution in which H steps are complete.
 
-  `replica_state.save` and `restore` include the anchor, the state of the outer
+  `Models.save` and `restore` include the anchor, the state of the outer
   optimizer and the number of steps. Call `build` or `fit` before you save or
   restore.
 
@@ -301,7 +301,7 @@ def _check_weights_are_equal(
       raise ValueError(
         "`model` must have the same weights in all groups at the start;"
         f" {variables_lib.path_of(weight)} differs. Call"
-        " replica_state.average(optimizer, model), or continue with the"
+        " Models(model).average(), or continue with the"
         " OuterOptimizer that trained the groups."
       )
 

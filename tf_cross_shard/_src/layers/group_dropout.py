@@ -32,7 +32,7 @@ class GroupDropoutBase(abc.ABC):
   The state of the random numbers is a variable of the layer. A `fit` that
   resumes from `callbacks.BackupAndRestore` draws the numbers that it would have
   drawn without the interruption. Plain models, as from
-  `replica_state.load_group`, have Keras' `Dropout` with the rate of the group
+  `Models(model)[i]`, have Keras' `Dropout` with the rate of the group
   in place of this layer, so you can load them without this package.
 
   >>> import tensorflow as tf

@@ -21,7 +21,7 @@ from tf_cross_shard._src.core.wrapped import keras_classes, keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
-from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.models import paths as paths_lib
 
 _Names = Mapping[str, str | None]
 _Shapes = Mapping[str, tuple[int, ...]]

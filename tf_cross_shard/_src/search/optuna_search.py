@@ -20,11 +20,11 @@ from absl import logging
 from tf_cross_shard._src.core import group_value
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import per_model_callback
-from tf_cross_shard._src.replica_state import (
+from tf_cross_shard._src.models import (
   archive,
-  group_models,
   group_state,
   paths,
+  plain_models,
 )
 from tf_cross_shard._src.search import settings as settings_lib
 from tf_cross_shard._src.search import study as study_lib
@@ -75,7 +75,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   Attributes:
     study: The study. You can assign another one before a `fit`. Its trials
       start from the weights that the model then has;
-      `replica_state.initialize` gives the model new ones.
+      `Models.initialize` gives the model new ones.
     trials: The number of trials of the next `fit`.
     epochs: The number of epochs of a trial.
   """
@@ -320,7 +320,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     """Returns a plain Keras model with the weights of the study's best trial.
 
     The weights are those of the trial's best epoch. The model is created as by
-    `replica_state.load_group`. After the search, `value` returns the settings
+    `Models(model)[i]`. After the search, `value` returns the settings
     of the best trial.
 
     Raises:
@@ -335,8 +335,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     if not any(self._running):
       best = study_lib.Running(number, settings)
       self._settings.write_values(self.model, [best] * len(self.keys))
-    plain = group_models.load_group(self.model, 0, self.model.optimizer)
-    group_models.assign(self.state_of_groups(), weights, plain)
+    plain = plain_models.load(self.model, 0, self.model.optimizer)
+    plain_models.assign(self.state_of_groups(), weights, plain)
     return plain
 
   # The end, and backups.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from tf_cross_shard._src.core import validation
-from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.models import archive
 
 # The attribute of a trial that says which `fit` trains it.
 _FIT: Final = "tf_cross_shard_fit"

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from tf_cross_shard._src.replica_state import (
+from tf_cross_shard._src.models import (
   archive,
-  group_models,
   group_state,
   paths,
+  plain_models,
 )
 from tf_cross_shard._src.search import study as study_lib
 
@@ -47,7 +47,7 @@ class BestWeights:
       copies = state.copies.here(entry.variable)
       for group in groups:
         of_members = [copies[r] for r in state.groups.assignment[group]]
-        merged = group_models.merged(entry, of_members)
+        merged = plain_models.merged(entry, of_members)
         self.kept[group][entry.name] = merged
 
   def finish(

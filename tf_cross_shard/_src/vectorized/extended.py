@@ -131,8 +131,8 @@ class ModelsExtended(
     self._has_warned_of_predict = True
     logging.warning(
       "predict() returns the predictions of all %d models for each batch, one"
-      " after the other: %d times as many rows. Use replica_state.predict, or"
-      " predict of the model that replica_state.load_group returns.",
+      " after the other: %d times as many rows. Use Models(model).predict(x) or"
+      " a plain model, Models(model)[i].",
       *(self.num_copies, self.num_copies),
     )
 

@@ -149,7 +149,7 @@ class VectorizedStrategy(OneProgramStrategy):
     collective in a replica, such as `all_reduce`, returns its input.
   - `replica_id_in_sync_group` of the replica context is the model's number.
   - To give models different data, use `dataset_per_model` and `per_model`;
-    different initial weights, `replica_state.initialize`; different settings,
+    different initial weights, `Models.initialize`; different settings,
     `schedules.PerModel`, `per_model` and `per_group`.
   - If you read a variable outside of `run`, you get model 0's copy, or the mean
     over the models if the variable is aggregated on reading, as metrics are. An

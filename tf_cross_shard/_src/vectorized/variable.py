@@ -242,8 +242,8 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
   def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
     raise ValueError(
       f"A SavedModel has one value of each variable, but {self.name} has"
-      f" {self._count} copies. Export the model that"
-      " tf_cross_shard.replica_state.load_group returns."
+      f" {self._count} copies. Export a plain model,"
+      " tf_cross_shard.Models(model)[i]."
     )
 
   def _share(self, value: tf.Tensor) -> tf.Tensor:

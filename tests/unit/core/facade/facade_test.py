@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models
 
 keras = tf.keras
 
@@ -165,8 +165,8 @@ def test_a_class_with_all_names_of_the_wrapper(
   again = type(optimizer).from_config(optimizer.get_config(), **config)
   with library.saving.custom_object_scope(config["custom_objects"]):
     copied = copy.deepcopy(again)
-  replica_state.save(tmp_path / "state", optimizer, weights)
-  replica_state.restore(tmp_path / "state", optimizer, weights)
+  Models(weights, optimizer).save(tmp_path / "state")
+  Models(weights, optimizer).restore(tmp_path / "state")
   tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "checkpoint")
   slot = optimizer.get_slot_names()[-1]
   velocity = optimizer.get_slot(weights[0], slot).numpy()

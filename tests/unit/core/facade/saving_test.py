@@ -17,7 +17,7 @@ import tf_keras
 from tests.support import covering, testbed, training
 from tests.support import replica_state_cases as cases
 from tests.support.training import KERASES
-from tf_cross_shard import replica_state
+from tf_cross_shard import Models
 
 PAIR = [[0], [1]]
 
@@ -85,7 +85,7 @@ def test_groups_are_warned_about_once(
   save()
   [line] = said
   assert "trains 2 groups, which differ in weights and slots" in line
-  assert "tf_cross_shard.replica_state.save()" in line
+  assert "tf_cross_shard.Models(model).save()" in line
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -221,7 +221,7 @@ def test_warning_if_callbacks_make_groups_equal(
   model = _model(kind)
   model.set_weights([w + 1.0 for w in model.get_weights()])
   testbed.fit(model, _data())
-  one, other = replica_state.values(model.weights[-1])
+  one, other = testbed.values(model.weights[-1])
   assert (one != other).any()
   assert not [line for line in said if COLLAPSED in line]
   collapse(model, tmp_path)
@@ -229,7 +229,7 @@ def test_warning_if_callbacks_make_groups_equal(
   collapse(model, tmp_path)
   assert [each for each in said if COLLAPSED in each] == [line]
   assert "CrossShardOptimizer trains 2 groups" in line
-  assert "tf_cross_shard.replica_state.save()" in line
+  assert "tf_cross_shard.Models(model).save()" in line
 
 
 def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
@@ -243,7 +243,7 @@ def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
   run = training.stepper([weight], optimizer, strategy)
   step = functools.partial(run, [[1, 2], [2, 4], [4, 8], [8, 16]])
   step()
-  replica_state.average(optimizer, [weight])
+  Models([weight], optimizer).average()
   pickle.dumps(optimizer)
   assert said == []  # `average` made the groups equal.
   step()
@@ -259,16 +259,15 @@ def test_functions_that_keep_or_equalize_groups_do_not_warn(
   said: list[str], tmp_path: pathlib.Path
 ) -> None:
   model = _model("keras")
-  both = model.optimizer, model
-  replica_state.save(tmp_path / "equal", *both)
-  copy_group = functools.partial(replica_state.copy_group, 1, 0)
-  for make_equal in (replica_state.average, copy_group):
+  models = Models(model)
+  models.save(tmp_path / "equal")
+  for make_equal in (models.average, lambda: models.copy(1, 0)):
     testbed.fit(model, _data())
-    make_equal(*both)
+    make_equal()
   testbed.fit(model, _data())
-  replica_state.save(tmp_path / "different", *both)
+  models.save(tmp_path / "different")
   for name in ("equal", "different"):
-    replica_state.restore(tmp_path / name, *both)
+    models.restore(tmp_path / name)
     testbed.fit(model, _data())
   # Only what Keras would evaluate is warned about.
   assert [line for line in said if "evaluate()" not in line] == []
@@ -285,11 +284,9 @@ def test_moving_averages_are_each_groups_own() -> None:
   inner = model.optimizer.inner_optimizer
   averages = inner._model_variables_moving_average
   for weight, average in zip(model.trainable_variables, averages, strict=True):
-    found = replica_state.values(weight)
+    found = testbed.values(weight)
     assert found[0].tobytes() != found[1].tobytes()
-    for mine, expected in zip(
-      found, replica_state.values(average), strict=True
-    ):
+    for mine, expected in zip(found, testbed.values(average), strict=True):
       np.testing.assert_array_equal(mine, expected)
 
 
@@ -316,8 +313,8 @@ def _resume(
     saved = tf.train.Checkpoint(optimizer=optimizer).save(path)
     tf.train.Checkpoint(optimizer=again).restore(saved).assert_consumed()
   else:
-    replica_state.save(path, optimizer, weights)
-    replica_state.restore(path, again, new_weights)
+    Models(weights, optimizer).save(path)
+    Models(new_weights, again).restore(path)
   for weight, value in zip(new_weights, values, strict=True):
     weight.assign(value)
   return new_weights, again
@@ -336,7 +333,7 @@ _NADAMS = [
     [
       _NADAMS,
       (False, "elementwise"),
-      ("checkpoint", "replica_state"),
+      ("checkpoint", "Models"),
     ]
   ),
 )

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tf_keras
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3, replica_state
+from tf_cross_shard import Models, keras3
 from tf_cross_shard import tf_keras as sharded
 from tf_cross_shard.tf_keras import CrossShardOptimizer
 
@@ -84,7 +84,7 @@ class _Own(legacy.Adam):
     (keras3.CrossShardOptimizer, "opt"),
     (sharded.TowerOptimizer, "optimizer_or_optimizer_fn"),
     (
-      lambda opt: replica_state.save("state", opt, [tf.Variable(1.0)]),
+      lambda opt: Models([tf.Variable(1.0)], opt).save("state"),
       "optimizer",
     ),
   ],

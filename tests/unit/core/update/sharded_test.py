@@ -19,8 +19,8 @@ from tests.support import (
   training,
 )
 from tests.support.training import KERASES, state_of
+from tf_cross_shard import Models, keras3
 from tf_cross_shard import groups as groups_lib
-from tf_cross_shard import keras3, replica_state
 from tf_cross_shard import tf_keras as ours_tf_keras
 
 PAIRS = [[2, 0], [1, 3]]
@@ -431,7 +431,7 @@ def test_training_continues_with_plain_keras(
     (*alone, *expected.variables),
     strict=True,
   ):
-    for value in replica_state.group_values(mine, last):
+    for value in Models(optimizer=last).values(mine):
       np.testing.assert_array_equal(value, theirs.numpy(), str(mine.name))
 
 
@@ -486,24 +486,10 @@ def test_files_of_variables_that_are_not_of_keras(
       optimizer = keras3.CrossShardOptimizer("adam", shard_update=shard_update)
       optimizer.build(weights)
     if names:
-      replica_state.restore(path, optimizer, weights)
-    replica_state.save(path, optimizer, weights)
+      Models(weights, optimizer).restore(path)
+    Models(weights, optimizer).save(path)
     names.append([variable.name for variable in optimizer.variables])
   assert names[0] == names[1] == names[2]
-
-
-def test_slots_are_averaged() -> None:
-  states = []
-  for way in (True, False):
-    weights, optimizer = build(
-      "keras", functools.partial(make_plain, "Adam"), shard_update=way
-    )
-    train(weights, optimizer)
-    replica_state.average(optimizer, weights, slots=True)
-    states.append(state_of(weights, optimizer))
-    for of_group, of_other in zip(*[iter(states[-1])] * 2, strict=True):
-      np.testing.assert_array_equal(of_group, of_other)
-  assert_equal(*states, bound=1e-6)
 
 
 def test_slots_are_whole() -> None:

@@ -7,7 +7,7 @@ of all members, joined, contain a slot, such as Adam's momentum of a weight:
     [a a a b b]     [b b c c 0]      slot of b = b b b b
 
 A whole slot reads and writes these parts and looks like a variable. Savers,
-`get_weights` and `replica_state` use it instead of the slot.
+`get_weights` and `Models` use it instead of the slot.
 """
 
 import copy

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,9 +11,10 @@ import tensorflow as tf
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
+  keras3,
   per_model,
-  replica_state,
 )
 
 N = 3
@@ -60,9 +62,9 @@ def test_an_ensemble_equals_separate_fits(kind: str) -> None:
     model.compile(_adam(kind), "mse")
   data = _batches(WEIGHTS).map(lambda x, y, w: (x, y, _mark(w)))
   model.fit(data, verbose=0)  # Slots and counts that start again.
-  replica_state.initialize(model, build, SEEDS)
+  Models(model).initialize(build, SEEDS)
   model.fit(data, epochs=2, verbose=0)
-  together = replica_state.predict(model, X, model.optimizer, batch_size=7)
+  together = Models(model).predict(X, batch_size=7)
   assert together.shape == (N, 24, 1)
   for i, seed in enumerate(SEEDS):
     tf.keras.utils.set_random_seed(seed)
@@ -70,7 +72,7 @@ def test_an_ensemble_equals_separate_fits(kind: str) -> None:
     plain.compile(_adam("plain"), "mse", run_eagerly=True)
     plain.fit(_batches(WEIGHTS[:, i]), epochs=2, verbose=0)
     for own, right in zip(model.weights, plain.weights, strict=True):
-      mine = replica_state.values(own)[i]
+      mine = testbed.values(own)[i]
       np.testing.assert_allclose(mine, right.numpy(), rtol=0, atol=5e-7)
     right = plain.predict(X, verbose=0)
     np.testing.assert_allclose(together[i], right, rtol=0, atol=1e-6)
@@ -91,21 +93,21 @@ def test_members_of_a_group_start_alike() -> None:
   for variable in (*model.weights, *optimizer.variables):
     variable.assign(tf.ones_like(variable.numpy()))
   optimizer.learning_rate = 1.0
-  replica_state.initialize(model, build, [5, 7], optimizer)
+  Models(model, optimizer).initialize(build, [5, 7])
   for members, seed in (((3, 0), 5), ((1, 2), 7)):
     tf.keras.utils.set_random_seed(seed)
     for own, right in zip(model.weights, build().weights, strict=True):
       for replica in members:
         np.testing.assert_array_equal(
-          replica_state.values(own)[replica], right.numpy()
+          testbed.values(own)[replica], right.numpy()
         )
-  [rate] = {float(v) for v in replica_state.values(optimizer.learning_rate)}
+  [rate] = {float(v) for v in testbed.values(optimizer.learning_rate)}
   assert rate == 1.0  # A learning rate is no initial value.
   assert int(optimizer.iterations.numpy()) == 0
   slot = optimizer.get_slot(
     model.trainable_variables[0], optimizer.get_slot_names()[0]
   )
-  for copy in replica_state.values(slot):
+  for copy in testbed.values(slot):
     np.testing.assert_array_equal(copy, np.full_like(copy, 0.1))
 
 
@@ -128,7 +130,7 @@ def test_random_states_of_the_program_are_as_before() -> None:
   right = draw()
   tf.keras.utils.set_random_seed(3)
   draw()
-  replica_state.initialize(model, build, [1, 2])
+  Models(model).initialize(build, [1, 2])
   assert draw() == right
 
 
@@ -137,9 +139,9 @@ def test_what_does_not_fit_changes_nothing() -> None:
   with VectorizedStrategy(2).scope():
     model = build()
     model.compile(CrossShardOptimizer("adam"), "mse")
-  before = [replica_state.values(v) for v in model.variables]
+  before = [testbed.values(v) for v in model.variables]
   for made, seeds, error, words in (
-    (build, [1], ValueError, r"`seeds` must have .* 2 groups; got 1: \[1\]"),
+    (build, [1], ValueError, r"`seeds` must have .* 2 models; got 1: \[1\]"),
     (build, 1, TypeError, r"`seeds` must be a list .* got 1\. Pass .*range"),
     (build, [1, "a"], ValueError, "`seeds` must be an integer"),
     (lambda: build(5), [1, 2], ValueError, r"`build` returns .*\[4, 5\]"),
@@ -147,7 +149,52 @@ def test_what_does_not_fit_changes_nothing() -> None:
     (lambda: model, [1, 2], ValueError, "has replicas"),
   ):
     with pytest.raises(error, match=words):
-      replica_state.initialize(model, made, seeds)
-  np.testing.assert_equal(
-    [replica_state.values(v) for v in model.variables], before
-  )
+      Models(model).initialize(made, seeds)
+  np.testing.assert_equal([testbed.values(v) for v in model.variables], before)
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize("where", ["plain", "wrapped", "groups"])
+def test_slots_begin_as_the_new_weights(where: str, is_built: bool) -> None:
+  """Those of ScheduleFreeAdamW are weights: at a rate of 0, none may move."""
+
+  def build() -> Any:
+    dense = keras.layers.Dense(1, use_bias=False)
+    return keras.Sequential([keras.Input((4,)), dense])
+
+  mirrored = where == "groups"
+  with (testbed.mirrored(2) if mirrored else VectorizedStrategy(2)).scope():
+    model = build()
+    optimizer = keras.optimizers.ScheduleFreeAdamW(0.0)
+    if where != "plain":
+      optimizer = keras3.CrossShardOptimizer(
+        optimizer, group_assignment=[[0], [1]]
+      )
+    model.compile(optimizer, "mse")
+    if is_built:
+      optimizer.build(model.trainable_variables)
+  models = Models(model)
+  models.initialize(build, seeds=[0, 1])
+  before = models.values(model.weights[0])
+  assert np.abs(before[0] - before[1]).max() > 0.1
+  model.fit(X, Y, batch_size=8, verbose=0)
+  np.testing.assert_allclose(models.values(model.weights[0]), before, atol=1e-6)
+
+
+@pytest.mark.tf_keras_mode
+def test_what_adapt_has_learned_stays() -> None:
+
+  def build() -> Any:
+    layers = tf.keras.layers
+    return tf.keras.Sequential(
+      [tf.keras.Input((4,)), layers.Normalization(), layers.Dense(1)]
+    )
+
+  with VectorizedStrategy(2).scope():
+    model = build()
+    model.layers[0].adapt(3.0 + X)
+  models = Models(model)
+  models.initialize(build, seeds=[0, 1])
+  for plain in models:
+    mean = np.ravel(plain.layers[0].mean)
+    np.testing.assert_allclose(mean, 3.0 + X.mean(axis=0), rtol=1e-5)

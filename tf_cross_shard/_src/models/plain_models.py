@@ -1,12 +1,10 @@
-"""Groups as plain Keras models: loading, copying and ensembles.
+"""Models as plain Keras models, which were created outside any strategy.
 
-    replica             0    1    2    3
-    weights             A    A    B    B
-    load_group(1)       a plain model with B
-    ensemble            a plain model with the mean of A's and B's predictions
-    copy_group(1, 0)    B    B    B    B
-
-A plain model is a Keras model that was created outside any strategy.
+replica        0    1    2    3
+weights        A    A    B    B
+load(1)        a plain model with B
+ensemble       a plain model with the mean of A's and B's predictions
+copy(1, 0)     B    B    B    B
 """
 
 import random
@@ -17,12 +15,11 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import group_context
-from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.replica_state import archive, group_state
+from tf_cross_shard._src.models import archive, group_state
 
 _CLONED: Final = "tf_cross_shard>cloned"  # No class of a user has this name.
 _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
@@ -34,50 +31,18 @@ _PLAIN_LAYERS: Final = {
 }
 
 
-def load_group(model: Any, group: int, optimizer: Any, into: Any = None) -> Any:
-  """Returns a plain model with the weights of one group.
-
-  The plain model is created outside any strategy and is not compiled. It
-  predicts, saves and trains like a model that never had replicas. If Keras
-  clones a sequential or functional model, the layers of `tf_cross_shard.layers`
-  become Keras' own layers, so that files of the plain model load without this
-  package.
-
-  Variables that are not trained and that differ between members of the group,
-  such as the statistics of batch normalization, receive the mean over the
-  members; integer variables, such as the states of random number generators,
-  receive the value of the first member. If `into` has another number of random
-  number generators, it keeps their states, because predictions need none. The
-  function ignores moving averages of weights that the optimizer keeps.
-
-  Args:
-    model: A built Keras model.
-    group: The number of the group, from 0, in the order of `optimizer.groups`.
-    optimizer: An optimizer with groups. The replicas of an optimizer without
-      groups form one group.
-    into: A plain model of the same architecture, which receives the weights and
-      is returned. None lets Keras clone `model`, which works if the model is
-      sequential or functional, or if its class defines `get_config`.
-
-  Returns:
-    The plain model, on every worker.
-
-  Raises:
-    TypeError: If `model` is not a Keras model, or `optimizer` no optimizer.
-    ValueError: If there is no such group, if Keras cannot clone `model`, or if
-      `into` does not fit. Nothing is changed in that case.
-  """
+def load(model: Any, i: int, optimizer: Any, into: Any = None) -> Any:
+  """Returns a plain model with the weights of model i; see `Models.load`."""
   keras = keras_private.keras_of(model)
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
-  members = _members_of(state.groups, group, "group")
   if into is None:
-    plain = _clone(keras, model, state, group)
+    plain = _clone(keras, model, state, i)
   else:
     plain = into
     _check_fits(state, into)
-  state.compare_workers(f"loading group {group}")
+  state.compare_workers(f"loading model {i}")
   group_state.warn_if_collapsed(optimizer)
-  assign(state, values_of(state, members), plain)
+  assign(state, values_of(state, state.groups.assignment[i]), plain)
   return plain
 
 
@@ -135,40 +100,14 @@ def finalize(model: Any) -> None:
       layer.finalize_state()
 
 
-def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
-  """Gives one group the weights and the optimizer state of another group.
-
-  After the copy, the target group trains as the source group would with the
-  target's data and learning rate. The function copies all values that `save`
-  writes, including moving averages, accumulated gradients and the loss scale,
-  except for
-
-  - the learning rate;
-  - the model's integer variables, such as the states of random number
-    generators.
-
-  Where members of a group have different values, member j of the target
-  receives the values of member j of the source. No other group changes.
-
-  Args:
-    source: The number of the group to copy, in the order of `optimizer.groups`.
-    target: The number of the group that receives the copy.
-    optimizer: A built optimizer.
-    model: A model, or a list of variables.
-
-  Raises:
-    ValueError: If there is no such group.
-  """
-  state = group_state.GroupState(optimizer, model)
+def copy(source: int, target: int, state: group_state.GroupState) -> None:
+  """Gives model `target` the values of model `source`; see `Models.copy`."""
   # For each replica, the replica whose values it receives.
   origins = list(range(state.groups.num_replicas))
-  for giver, receiver in zip(
-    _members_of(state.groups, source, "source"),
-    _members_of(state.groups, target, "target"),
-    strict=True,
-  ):
+  members = state.groups.assignment
+  for giver, receiver in zip(members[source], members[target], strict=True):
     origins[receiver] = giver
-  state.compare_workers(f"copying group {source} to group {target}")
+  state.compare_workers(f"copying model {source} to model {target}")
   group_state.warn_if_collapsed(state.optimizer)
   kept = set(map(id, nested_lib.rate_variables(state.optimizer)))
   here = state.copies.engine.local_replicas
@@ -183,56 +122,15 @@ def copy_group(source: int, target: int, optimizer: Any, model: Any) -> None:
   group_state.accept_values(state.optimizer)
 
 
-def ensemble(
-  model: Any,
-  optimizer: Any,
-  members: Sequence[int] | None = None,
-  stack: bool = False,
-) -> Any:
-  """Returns a plain model that averages the predictions of groups.
-
-      output = (output of group 0 + output of group 1 + ...) / number of groups
-
-  for each of the model's outputs or, if `stack`, the outputs of all groups as
-  `[rows, num_groups, ...]`. The model consists of one `load_group` model
-  for each group, named `model_0`, `model_1`, ..., and of Keras' own Average
-  layer, so you can save, export and load it without this package. If the
-  model ends with softmax, the ensemble averages probabilities; if it returns
-  logits, the ensemble averages logits.
-
-  Args:
-    model: A built Keras model with known inputs, which Keras can clone (see
-      `load_group`).
-    optimizer: An optimizer with groups. The replicas of an optimizer without
-      groups form one group.
-    members: The numbers of the groups to average, each once; None for all
-      groups.
-    stack: Whether to return all predictions instead of their mean, for example
-      for their standard deviation. They are in the order of `members`.
-
-  Returns:
-    A functional Keras model with the inputs and outputs of `model`, on every
-    worker. It is not compiled.
-
-  Raises:
-    ValueError: If there is no such group, if `model` cannot be cloned, if its
-      inputs are not known, or if an output has a dtype without a mean and
-      `stack` is False.
-  """
+def ensemble(model: Any, optimizer: Any, stack: bool = False) -> Any:
+  """Returns the mean, or the stack, of all models; see `Models.ensemble`."""
   keras = keras_private.keras_of(model)
   groups = group_state.GroupState(optimizer, model, with_optimizer=False).groups
-  chosen = list(range(groups.num_groups) if members is None else members)
-  for i in chosen:
-    _members_of(groups, i, "members")
-  if not chosen or len(set(chosen)) < len(chosen):
-    raise ValueError(
-      f"`members` must name at least one group, and each once; got {members!r}."
-    )
-  plain = [load_group(model, i, optimizer) for i in chosen]
+  plain = [load(model, i, optimizer) for i in range(groups.num_groups)]
   with variables_lib.outside_of_strategies():
     inputs = _inputs_of(keras, plain[0])
     outputs = []
-    for i, member in zip(chosen, plain, strict=True):
+    for i, member in enumerate(plain):
       member_inputs = _inputs_of(keras, member)
       with group_context.as_group(i):
         group = keras.Model(
@@ -279,17 +177,6 @@ def _stack_of(keras: Any, tensors: Sequence[Any]) -> Any:
   return stack(list(tensors), axis=1)
 
 
-def _members_of(
-  groups: groups_lib.Groups, group: Any, argument: str
-) -> Sequence[int]:
-  if isinstance(group, (bool, float)) or group not in range(groups.num_groups):
-    raise ValueError(
-      f"`{argument}` must be an integer from 0 to {groups.num_groups - 1}; got"
-      f" {group!r}. The groups are {groups.to_lists()}."
-    )
-  return groups.assignment[group]
-
-
 def _clone(
   keras: Any, model: Any, state: group_state.GroupState, group: int
 ) -> Any:
@@ -333,7 +220,7 @@ def _clone(
     raise ValueError(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
       f" Create and build a second {cls.__name__} yourself, outside"
-      " `strategy.scope()`, and pass it as `into` to load_group or best_model."
+      " `strategy.scope()`, and pass it as `into` to load or best_model."
       " For PerModelMetrics, pass a function that returns one as `twin`."
     ) from error
   finally:

@@ -19,14 +19,13 @@ from tf_cross_shard._src.core import optimizer_state, single_program, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.replica_state import (
+from tf_cross_shard._src.models import (
   archive,
-  group_models,
   group_state,
+  plain_models,
   tracked,
 )
-from tf_cross_shard._src.replica_state import paths as paths_lib
-from tf_cross_shard._src.replica_state.archive import CheckpointError
+from tf_cross_shard._src.models.archive import CheckpointError
 
 _SHOWN: Final = 5  # the number of names that an error lists
 
@@ -46,80 +45,9 @@ class Restored(NamedTuple):
   is_exact: bool
 
 
-def save(path: Any, optimizer: Any, model: Any = None) -> None:
-  """Writes the weights and the optimizer state of every group to one file.
-
-  Each group is written once, whatever its number of replicas. Variables that
-  the model does not train and that differ between members of a group, such as
-  the statistics of batch normalization, are written once per replica. The file
-  contains `model.variables`, including the states of random number generators
-  but without metrics, and all variables of the optimizer: slots, iteration
-  count, learning rate and loss scale.
-
-  The file is replaced atomically: a crash leaves the previous file unchanged.
-  `np.load(path)` shows the arrays, under names such as `model_0/model/...`. On
-  several machines, the first worker writes and the other workers wait for it.
-
-  >>> import tempfile
-  >>> import tensorflow as tf
-  >>> from tf_cross_shard import replica_state
-  >>> weight = tf.Variable(3.0)
-  >>> optimizer = tf.keras.optimizers.SGD()
-  >>> optimizer.build([weight])
-  >>> with tempfile.TemporaryDirectory() as folder:
-  ...   path = f"{folder}/state"
-  ...   replica_state.save(path, optimizer, [weight])
-  ...   _ = weight.assign(0.0)
-  ...   replica_state.restore(path, optimizer, [weight])
-  ...   [plain] = replica_state.read_group(path, 0, [tf.Variable(0.0)])
-  >>> float(weight.numpy()), float(plain.numpy())
-  (3.0, 3.0)
-
-  Args:
-    path: A file in an existing folder.
-    optimizer: A built optimizer.
-    model: A model, or a list of variables. None saves the optimizer only.
-
-  Raises:
-    OutOfSyncError: If members of a group differ in trained weights or in
-      optimizer state that they share.
-    OSError: If the file cannot be written; raised on all workers.
-  """
-  target = paths_lib.as_path(path)
-  state = group_state.GroupState(optimizer, model)
-  topic = f"saving {target.name}"
-  state.write(target, topic, state.arrays(topic))
-
-
-def restore(path: Any, optimizer: Any, model: Any = None) -> None:
-  """Gives every group the values that `save` wrote for it.
-
-  Group i of the file goes to group i of the optimizer. The groups may consist
-  of different replicas than before, and may have a different size. Where
-  members of a group have different values, member j of the new group receives
-  the values of member j of the saved group. If the size of the groups has
-  changed, all members receive the mean of these values, and an unfinished
-  window of `accumulate_steps` starts again.
-
-  The function reads and compares everything before it changes anything. With
-  groups of the same size, training continues exactly as if it had not been
-  interrupted. On several machines, each worker reads the file, and all workers
-  have to read the same file.
-
-  Args:
-    path: A file that `save` wrote.
-    optimizer: An optimizer. If it is not built, it is built on the trainable
-      variables of `model`.
-    model: A model or a list of variables, as for `save`.
-
-  Raises:
-    CheckpointError: If the file is damaged, or has another number of groups, or
-      other variables, shapes or dtypes; if workers read different files; or if
-      optimizer and model belong to different strategies. It is a ValueError. An
-      error of one worker is raised on all workers.
-    OSError: If the file cannot be read.
-  """
-  restored = restore_file(paths_lib.as_path(path), optimizer, model)
+def restore(target: epath.Path, optimizer: Any, model: Any) -> None:
+  """Gives each model the values in a file; see `Models.restore`."""
+  restored = restore_file(target, optimizer, model)
   if not restored.is_exact and optimizer_state.windows(optimizer):
     logging.warning(
       "Accumulation windows start again: the groups in the file have another"
@@ -129,11 +57,10 @@ def restore(path: Any, optimizer: Any, model: Any = None) -> None:
 
 def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
   """Restores a file that `save` or `BackupAndRestore` wrote; see `restore`."""
-  nested_lib.check_optimizer(optimizer)
   topic = f"restoring {target.name}"
   if len(tracked.optimizers(optimizer, model)) > 1:
     _build_saved(target, optimizer, model)
-  elif model is not None:
+  elif model is not None and optimizer is not None:
     _build(optimizer, model)
   state = group_state.GroupState(optimizer, model)
   with (
@@ -163,45 +90,21 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
   return Restored(file.about.get("values", {}), other_arrays, is_exact)
 
 
-def read_group(path: Any, group: int, model: Any) -> Any:
-  """Gives a plain model the weights of one group in a file.
-
-  Use this to serve or inspect a group on one device. It needs no strategy, no
-  optimizer and no other group. For variables that are not trained, the model
-  receives the same values as from `load_group`. The model may have different
-  random number generators than the file, for example none because it has no
-  dropout. In this case the states of all generators are ignored, because
-  predictions need no random numbers. The function reads and compares everything
-  before it changes anything.
-
-  Args:
-    path: A file that `save` or `PerModelCheckpoint` wrote.
-    group: The number of the group, from 0, in the order in which the groups
-      were saved.
-    model: A built model that was created by the same code outside any strategy,
-      or a list of variables.
-
-  Returns:
-    `model`.
-
-  Raises:
-    CheckpointError: If the file is damaged, has no such group, or has other
-      variables, shapes or dtypes. It is a ValueError.
-    OSError: If the file cannot be read.
-  """
+def read(target: epath.Path, i: int, model: Any) -> Any:
+  """Gives a plain model the weights of model i in a file; see `Models.read`."""
   state = group_state.GroupState(None, model, with_optimizer=False)
-  values = values_of_group(paths_lib.as_path(path), group, state)
+  values = values_of_group(target, i, state)
   count = len(state.copies.engine.local_replicas)
   for entry in state.entries:
     state.copies.write(entry.variable, [values[entry.name]] * count)
-  group_models.finalize(model)
+  plain_models.finalize(model)
   return model
 
 
 def values_of_group(
   target: epath.Path, group: int, state: group_state.GroupState
 ) -> dict[str, archive.Array]:
-  """Returns the values that `read_group` assigns, by the names of the entries.
+  """Returns the values that `read` assigns, by the names of the entries.
 
   If the file and `state` have different random number generators, the states of
   all generators are removed from `state`.
@@ -213,8 +116,8 @@ def values_of_group(
     saved = _saved_groups(file)
     if group not in range(len(saved)):
       raise CheckpointError(
-        f"`group` must be an integer from 0 to {len(saved) - 1}; got {group!r}."
-        f" The checkpoint {target} holds the groups {saved}."
+        f"`i` must be an integer from 0 to {len(saved) - 1}; got {group!r}."
+        f" The checkpoint {target} holds {len(saved)} models."
       )
     names = [n for n in file.about["names"] if n.startswith("model/")]
     if set(filter(group_state.is_seed, names)) != set(state.seeds):
@@ -222,7 +125,7 @@ def values_of_group(
       state.leave_out_seeds()
     _check_names(file, state, names)
     return {
-      entry.name: group_models.merged(entry, _saved_values(file, group, entry))
+      entry.name: plain_models.merged(entry, _saved_values(file, group, entry))
       for entry in state.entries
     }
 
@@ -292,14 +195,14 @@ def _check_groups(file: archive.Archive, state: group_state.GroupState) -> None:
       f"The checkpoint {file.path} holds {len(saved)} models, but the program"
       f" has a {validation.strategy_in_words(strategy)}. Create the model and"
       f" the optimizer under VectorizedStrategy({len(saved)}); for one of the"
-      " models, use replica_state.read_group."
+      " models, use Models.read."
     )
   if len(saved) != len(groups):
     raise CheckpointError(
       f"The checkpoint {file.path} holds {len(saved)} groups, {saved},"
       f" but the optimizer has {len(groups)}, {groups}. Use a"
       f" `group_assignment` with {len(saved)} groups; or, in the program that"
-      " saved, call replica_state.average, save with tf.train.Checkpoint, and"
+      " saved, call Models.average, save with tf.train.Checkpoint, and"
       " restore that here."
     )
 
@@ -308,8 +211,8 @@ def _saved_groups(file: archive.Archive) -> list[list[int]]:
   file_format = file.about.get("format")
   if file_format != group_state.FORMAT:
     raise CheckpointError(
-      f"The checkpoint {file.path} was not written by replica_state.save"
-      f" (kind: {file_format!r}). Pass a file that replica_state.save wrote."
+      f"The checkpoint {file.path} was not written by Models.save"
+      f" (kind: {file_format!r}). Pass a file that Models.save wrote."
     )
   saved: list[list[int]] = file.about["group_assignment"]
   return saved
@@ -370,7 +273,7 @@ def plan(
       if not is_exact and id(entry.variable) in windows:
         saved[group] = [np.zeros_like(saved[group][0])]
       elif not is_exact and group_state.has_mean(entry.variable):
-        saved[group] = [group_models.merged(entry, saved[group])]
+        saved[group] = [plain_models.merged(entry, saved[group])]
     values = [
       saved[group][state.member(replica) % len(saved[group])]
       for replica, group in groups.items()

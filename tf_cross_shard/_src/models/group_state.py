@@ -20,9 +20,9 @@ from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.replica_state import archive, tracked
+from tf_cross_shard._src.models import archive, tracked
 
-FORMAT: Final = "tf_cross_shard.replica_state"
+FORMAT: Final = "tf_cross_shard.Models"
 # After these errors, the workers can no longer exchange messages.
 _LOST: Final = (
   errors.MissingWorkerError,
@@ -264,9 +264,9 @@ class GroupState:
       f"`{entry.name}` differs within group {group}"
       f" {list(self.groups.assignment[group])} at {topic}: replicas {first} and"
       f" {other} {_difference_in_words(*pair)}.{others} Members stay equal if"
-      " they start equal and only the optimizer changes them. Use"
-      " replica_state.values() to find what else assigns the variable, or"
-      " average() to make all replicas equal again."
+      " they start equal and only the optimizer changes them. Find what else"
+      " assigns the variable, or call Models.average() to make all replicas"
+      " equal again."
     )
 
 

@@ -11,9 +11,9 @@ from tests.support import callback_cases as cases
 from tests.support import replica_state_cases, testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
   per_group,
-  replica_state,
   schedules,
 )
 
@@ -44,15 +44,15 @@ def test_each_group_predicts_as_its_plain_model(where: str, which: str) -> None:
     optimizer = package.CrossShardOptimizer("sgd", group_assignment=cases.PAIR)
   _spread(model, 2)
   x = {"a": X, "b": X[::-1].copy()}
-  found = replica_state.predict(model, x, optimizer, batch_size=3)
+  found = Models(model, optimizer).predict(x, batch_size=3)
   data = tf.data.Dataset.from_tensor_slices(x).batch(4)
-  again = replica_state.predict(model, data, optimizer)
+  again = Models(model, optimizer).predict(data)
   assert {name: v.shape for name, v in found.items()} == {
     "large": (2, 7, 2),
     "small": (2, 7, 4),
   }
   for i in (0, 1):
-    plain = replica_state.load_group(model, i, optimizer)
+    plain = Models(model, optimizer)[i]
     right = plain.predict(x, verbose=0)
     for name, value in right.items():
       for mine in (found, again):
@@ -64,26 +64,21 @@ def test_each_group_predicts_as_its_plain_model(where: str, which: str) -> None:
 def test_a_stack_of_all_predictions_in_a_plain_model(
   tmp_path: pathlib.Path, which: str
 ) -> None:
-  """Also saved and loaded by Keras, and with some members only."""
+  """Also saved and loaded by Keras."""
   home, package = training.KERASES[which]
   with VectorizedStrategy(3).scope():
     model = _two_outputs(home)
     optimizer = package.CrossShardOptimizer("sgd")
   _spread(model, 3)
   x = {"a": X, "b": X[::-1].copy()}
-  right = replica_state.predict(model, x, optimizer)
-  stacked = replica_state.ensemble(model, optimizer, stack=True)
-  some = replica_state.ensemble(model, optimizer, [2, 0], stack=True)
+  right = Models(model, optimizer).predict(x)
+  stacked = Models(model, optimizer).ensemble(stack=True)
   stacked.save(tmp_path / "all.keras")
   loaded = home.models.load_model(tmp_path / "all.keras")
-  for plain, members in (
-    (stacked, [0, 1, 2]),
-    (loaded, [0, 1, 2]),
-    (some, [2, 0]),
-  ):
+  for plain in (stacked, loaded):
     found = plain.predict(x, verbose=0)
     for name, value in right.items():
-      expected = np.swapaxes(value[members], 0, 1)
+      expected = np.swapaxes(value, 0, 1)
       assert found[name].shape == expected.shape
       np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
 
@@ -105,13 +100,13 @@ def test_models_that_keras_cannot_clone(said: list[str]) -> None:
     optimizer = tf.keras.optimizers.SGD()
   kernel = model.layer.kernel.value
   replica_state_cases.spread(kernel, [np.ones([3, 2]), np.full([3, 2], 2.0)])
-  found = replica_state.predict(model, X, optimizer)
+  found = Models(model, optimizer).predict(X)
   sums = np.repeat(X.sum(1, keepdims=True), 2, axis=1)
   np.testing.assert_allclose(found, [sums, 2 * sums], rtol=1e-5)
   assert not said
   for x in (X[:0], tf.data.Dataset.from_tensors(X).repeat()):
     with pytest.raises(ValueError, match="`x` must be of one row at least"):
-      replica_state.predict(model, x, optimizer)
+      Models(model, optimizer).predict(x)
 
 
 def test_layers_that_call_per_group_can_be_loaded() -> None:
@@ -125,11 +120,11 @@ def test_layers_that_call_per_group_can_be_loaded() -> None:
     hidden = tf.keras.layers.Dense(2, kernel_initializer="ones")(inputs)
     model = tf.keras.Model(inputs, Scale()(hidden))
     optimizer = CrossShardOptimizer("sgd", group_assignment=cases.PAIR)
-  plain = replica_state.load_group(model, 1, optimizer)
+  plain = Models(model, optimizer)[1]
   sums = np.repeat(X.sum(1, keepdims=True), 2, axis=1)
   with schedules.as_group(1):
     np.testing.assert_allclose(plain(X), 3 * sums, rtol=1e-5)
-  found = replica_state.predict(model, X, optimizer)
+  found = Models(model, optimizer).predict(X)
   np.testing.assert_allclose(found, [2 * sums, 3 * sums], rtol=1e-5)
   with pytest.raises(ValueError, match=r"schedules\.as_group"):
     plain(X)
@@ -144,4 +139,4 @@ def test_inputs_that_are_no_arrays(where: str) -> None:
   for x in (iter([X]), X.tolist(), [], None):
     words = rf"`x` must be an array.*; got {type(x).__name__}\. .*np\.asarray"
     with pytest.raises(TypeError, match=words):
-      replica_state.predict(model, x, sgd)
+      Models(model, sgd).predict(x)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.models import archive
 
 DTYPES = (
   *("bool", "int8", "uint64", "float16", "float32", "complex128"),

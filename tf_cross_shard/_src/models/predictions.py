@@ -1,4 +1,4 @@
-"""The predictions of all groups.
+"""The predictions of all models.
 
 x [rows, ...] ─ one program for all models ─▶ [num_groups, rows, ...]
 """
@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import group_context, single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.replica_state import group_models, group_state
+from tf_cross_shard._src.models import group_state, plain_models
 
 # The program that predicts with all models, for each Keras model.
 _programs: Final[weakref.WeakKeyDictionary[Any, Any]] = (
@@ -20,45 +20,8 @@ _programs: Final[weakref.WeakKeyDictionary[Any, Any]] = (
 )
 
 
-def predict(model: Any, x: Any, optimizer: Any, batch_size: int = 32) -> Any:
-  """Returns the predictions of every group.
-
-  Group i predicts as `load_group(model, i, optimizer).predict(x)` does. Under
-  VectorizedStrategy, one program predicts with all models, also with models
-  that Keras cannot clone. Under other strategies, the groups predict one after
-  the other.
-
-  >>> import numpy as np
-  >>> import tensorflow as tf
-  >>> from tf_cross_shard import VectorizedStrategy, replica_state
-  >>> with VectorizedStrategy(4).scope():
-  ...   model = tf.keras.Sequential([tf.keras.Input((3,))])
-  ...   model.add(tf.keras.layers.Dense(2))
-  ...   model.compile("sgd", "mse")
-  >>> x = np.ones([100, 3], "float32")
-  >>> predictions = replica_state.predict(model, x, model.optimizer)
-  >>> predictions.shape
-  (4, 100, 2)
-  >>> mean, deviation = predictions.mean(axis=0), predictions.std(axis=0)
-
-  Args:
-    model: A built Keras model.
-    x: An array, or a structure of arrays as the model takes it, or a
-      `tf.data.Dataset` of batches of inputs.
-    optimizer: The optimizer with the groups.
-    batch_size: The number of rows in one call of the model; ignored for a
-      dataset.
-
-  Returns:
-    A NumPy array `[num_groups, rows, ...]`, in the structure that the model
-    returns; on every worker.
-
-  Raises:
-    TypeError: If `model` is not a Keras model, `optimizer` no optimizer, or `x`
-      a list of numbers, a generator or another object.
-    ValueError: If `x` is empty or has no end or, under other strategies than
-      VectorizedStrategy, if Keras cannot clone `model`.
-  """
+def predict(model: Any, x: Any, optimizer: Any, batch_size: int) -> Any:
+  """Returns `[num_models, rows, ...]`; see `Models.predict`."""
   keras_private.keras_of(model)
   validation.check_integer("batch_size", batch_size, "It counts rows.")
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
@@ -76,7 +39,7 @@ def predict(model: Any, x: Any, optimizer: Any, batch_size: int = 32) -> Any:
     )
   groups = []
   for i in range(state.groups.num_groups):
-    plain = group_models.load_group(model, i, optimizer)
+    plain = plain_models.load(model, i, optimizer)
     with variables_lib.outside_of_strategies(), group_context.as_group(i):
       arguments = {} if data is x else {"batch_size": batch_size}
       groups.append(plain.predict(x, verbose=0, **arguments))

@@ -1,4 +1,4 @@
-"""Gives each group the initial values that a seed gives to a plain model."""
+"""Gives each model the initial values that a seed gives to a plain model."""
 
 # ruff: noqa: SLF001  # TensorFlow and Keras have no public random states.
 
@@ -6,117 +6,106 @@ import contextlib
 import importlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from tensorflow.python.eager import context
 
 from tf_cross_shard._src.core import group_context, optimizer_state, validation
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
-from tf_cross_shard._src.replica_state import (
+from tf_cross_shard._src.models import (
   archive,
-  group_models,
   group_state,
+  plain_models,
   tracked,
 )
 
+_ASSIGNED: Final = "_tf_cross_shard_assigned"
+
+
+def keep(variable: Any) -> None:
+  """Makes `initialize` leave a variable as it is."""
+  setattr(variable, _ASSIGNED, True)
+
 
 def initialize(
-  model: Any,
-  build: Callable[[], Any],
-  seeds: Sequence[int],
-  optimizer: Any = None,
+  model: Any, build: Callable[[], Any], seeds: Sequence[int], optimizer: Any
 ) -> None:
-  """Gives each group the initial values that its seed gives to a plain model.
-
-  Group i starts as a plain model starts after
-
-      keras.utils.set_random_seed(seeds[i])
-      build()
-
-  with the weights, the other variables and the states of random number
-  generators, such as those of dropout. So an ensemble trains as separate fits
-  do. If the optimizer is built, its slots and its count of steps get their
-  initial values in all groups; learning rates do not change. The random states
-  of the program (of Python, NumPy, TensorFlow and Keras) are as before.
-
-  >>> import tensorflow as tf
-  >>> from tf_cross_shard import VectorizedStrategy, replica_state
-  >>> def build():
-  ...   return tf.keras.Sequential(
-  ...     [tf.keras.Input((2,)), tf.keras.layers.Dense(1)]
-  ...   )
-  >>> strategy = VectorizedStrategy(2)
-  >>> with strategy.scope():
-  ...   model = build()
-  ...   model.compile("adam", "mse")
-  >>> replica_state.initialize(model, build, seeds=[0, 1])
-  >>> tf.keras.utils.set_random_seed(1)
-  >>> kernel = replica_state.values(model.trainable_variables[0])[1]
-  >>> bool((kernel == build().get_weights()[0]).all())
-  True
-
-  Args:
-    model: A built Keras model.
-    build: A function without arguments that returns a new, built model with the
-      same variables. It is called outside of the strategy, once for each group.
-    seeds: An integer for each group. Groups with the same seed start alike.
-    optimizer: The optimizer with the groups; None for the optimizer that the
-      model is compiled with, if it is.
-
-  Raises:
-    TypeError: If `build` does not return a Keras model, or `seeds` is no list.
-    ValueError: If there is not one seed for each group, or if `build` makes
-      other variables. Nothing is changed in that case.
-  """
+  """Gives each model its own initial values; see `Models.initialize`."""
   keras = keras_private.keras_of(model)
-  if optimizer is None:
-    optimizer = getattr(model, "optimizer", None)
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
   if not isinstance(seeds, Iterable):
     raise TypeError(
-      "`seeds` must be a list with an integer for each group; got"
+      "`seeds` must be a list with an integer for each model; got"
       f" {seeds!r}. Pass for example range({state.groups.num_groups})."
     )
   numbers = [
-    validation.check_integer("seeds", seed, "Pass one for each group.", 0)
+    validation.check_integer("seeds", seed, "Pass one for each model.", 0)
     for seed in seeds
   ]
   if len(numbers) != state.groups.num_groups:
     raise ValueError(
       f"`seeds` must have an integer for each of the {state.groups.num_groups}"
-      f" groups; got {len(numbers)}: {numbers}."
+      f" models; got {len(numbers)}: {numbers}."
     )
   state.compare_workers(f"initializing with the seeds {numbers}")
+  optimizers = tracked.optimizers(optimizer, model)
   with _keeping_random_states(keras):
-    values = [
-      _values_of_seed(state, build, i, seed, keras)
+    # The values of each model, and the slots that begin as its weights do.
+    built = [
+      _build(keras, state, build, i, seed, optimizers)
       for i, seed in enumerate(numbers)
     ]
     initial = _initial_state(optimizer, model)
+    for path, each in optimizers.items():
+      if built[0][1].get(path) and not nested_lib.is_built(each):
+        *_, base = nested_lib.nested_optimizers(each)
+        with keras_private.strategy(base).scope():
+          each.build(model.trainable_variables)
   here = state.copies.engine.local_replicas
+  models = [state.groups.index_of(replica) for replica in here]
+  kept = _adapted(model)
   for entry in state.entries:
-    arrays = [values[state.groups.index_of(r)][entry.name] for r in here]
-    state.copies.write(entry.variable, arrays)
+    native = replicas_lib.native(entry.variable)
+    if id(native) not in kept and not hasattr(native, _ASSIGNED):
+      arrays = [built[i][0][entry.name] for i in models]
+      state.copies.write(entry.variable, arrays)
   replicas = range(state.groups.num_replicas)
   for variable, copy in initial:
     arrays = state.copies.read(copy, replicas)[here.start : here.stop]
     state.copies.write(variable, arrays)
-  if optimizer is not None:
-    group_state.accept_values(optimizer)
+  for path, slots in built[0][1].items():
+    every = optimizer_state.state_variables(optimizers[path]) if slots else []
+    for name, variable in every:
+      if name in slots:
+        arrays = [built[i][1][path][name] for i in models]
+        state.copies.write(variable, arrays)
+  group_state.accept_values(optimizer)
 
 
-def _values_of_seed(
+def _adapted(model: Any) -> set[int]:
+  """Returns the `id`s of what layers with a method `adapt` have learned."""
+  return {
+    id(replicas_lib.native(variable))
+    for layer in keras_private.layers(model)
+    if hasattr(layer, "adapt")
+    for variable in layer.variables
+  }
+
+
+def _build(
+  keras: Any,
   state: group_state.GroupState,
   build: Callable[[], Any],
-  group: int,
+  model: int,
   seed: int,
-  keras: Any,
-) -> dict[str, archive.Array]:
-  """Returns the values of a new model, by the names of those in `state`."""
-  with variables_lib.outside_of_strategies(), group_context.as_group(group):
+  optimizers: dict[str, Any],
+) -> tuple[dict[str, archive.Array], dict[str, dict[str, archive.Array]]]:
+  """Returns a new model's values, and by optimizer the slots that copy them."""
+  with variables_lib.outside_of_strategies(), group_context.as_group(model):
     keras.utils.set_random_seed(seed)
     made = build()
     if not isinstance(made, keras.Model):
@@ -124,12 +113,41 @@ def _values_of_seed(
         f"`build` must return a {keras.__name__} model; got"
         f" {type(made).__name__}."
       )
-    return {
-      name: np.array(variable.numpy())
-      for name, variable in group_models.receivers(
-        state, made, what="`build` returns a model that", is_exact=True
-      ).items()
+    receivers = plain_models.receivers(
+      state, made, what="`build` returns a model that", is_exact=True
+    )
+    return _values(receivers), {
+      path: _slots(each, made, state, receivers)
+      for path, each in optimizers.items()
     }
+
+
+def _values(variables: dict[str, Any]) -> dict[str, archive.Array]:
+  return {name: np.array(v.numpy()) for name, v in variables.items()}
+
+
+def _slots(
+  optimizer: Any,
+  made: Any,
+  state: group_state.GroupState,
+  receivers: dict[str, Any],
+) -> dict[str, archive.Array]:
+  """Returns the slots that begin as the weights of a plain model do."""
+  *_, base = nested_lib.nested_optimizers(optimizer)
+  trained = {id(replicas_lib.native(v)) for v in tracked.trained_by(optimizer)}
+  variables = made.trainable_variables
+  if trained:
+    variables = [
+      receivers[entry.name]
+      for entry in state.entries
+      if id(replicas_lib.native(entry.variable)) in trained
+    ]
+  elif type(base).__module__.split(".")[0] not in keras_private.KERASES:
+    return {}  # The configuration of a class of one's own may not be enough.
+  copy = type(base).from_config(base.get_config())
+  copy.build(variables)
+  slots = _values(dict(optimizer_state.state_variables(copy)))
+  return {n: a for n, a in slots.items() if a.size and a.min() != a.max()}
 
 
 def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:

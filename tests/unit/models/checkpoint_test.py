@@ -1,4 +1,4 @@
-"""Tests files of `replica_state`: restored training has the same bits.
+"""Tests files of `Models`: restored training has the same bits.
 
 In one process; several workers are in multi_worker_replicas_test.py.
 """
@@ -20,9 +20,10 @@ from tests.support import replica_state_cases as cases
 from tests.support import testbed, training
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   VectorizedStrategy,
   keras3,
-  replica_state,
+  models,
   tf_keras,
 )
 
@@ -111,28 +112,22 @@ def test_restored_training_equals_uninterrupted_training(
   assert len(cases.differing(saved, target.state())) > (10 if has_own else 4)
   target.restore(tmp_path / "a")
   assert not cases.differing(saved, target.state())
-  counts = replica_state.group_values(
-    target.optimizer.skipped_steps, target.optimizer
+  counts = Models(optimizer=target.optimizer).values(
+    target.optimizer.skipped_steps
   )
   assert cases.lists(counts) == [1, 2]
   assert float(tf.convert_to_tensor(target.optimizer.learning_rate)) == 0.25
   for each in (source, target):
     each.steps(10, 15)
   assert not cases.differing(source.state(), target.state())
-  replica_state.assert_in_sync(target.optimizer, target.model)
+  Models(target.model, target.optimizer).assert_in_sync()
   [kernel, *_] = target.model.trainable_variables
-  first, second = replica_state.group_values(kernel, target.optimizer)
+  first, second = Models(optimizer=target.optimizer).values(kernel)
   assert (first != second).any()
   for mean in target.model.variables:
     if "moving_mean" in mean.name:
-      first, second, *_ = replica_state.values(mean)
+      first, second, *_ = testbed.values(mean)
       assert (first != second).any()  # each replica's own, and restored
-  if package is tf_keras:
-    replica_state.average(target.optimizer, target.model, slots=True)
-    for variable in (kernel, target.optimizer.get_slot(kernel, "m")):
-      bits = [value.tobytes() for value in replica_state.values(variable)]
-      assert len(bits) == cases.N
-      assert len(set(bits)) == 1
 
 
 @pytest.mark.fast
@@ -149,13 +144,13 @@ def test_groups_are_restored_by_number(
   source: str, where: str, groups: Any, tmp_path: pathlib.Path
 ) -> None:
   optimizer, weights = cases.simple(source)
-  replica_state.save(tmp_path / "a", optimizer, weights)
+  Models(weights, optimizer).save(tmp_path / "a")
   other, others = cases.simple(where, groups)
   for variable in [*others, *other.variables]:
     variable.assign(tf.zeros_like(variable))
-  replica_state.restore(tmp_path / "a", other, others)
+  Models(others, other).restore(tmp_path / "a")
   for variable in [*others, *other.variables]:
-    found = replica_state.values(variable)
+    found = testbed.values(variable)
     for index, members in enumerate(groups):
       for replica in members:
         assert (found[replica] == 10 * index + 10).all(), (variable, replica)
@@ -198,7 +193,7 @@ def test_shared_variables_are_saved_once(tmp_path: pathlib.Path) -> None:
   cases.spread(trained, [[2.0] * 2, [1.0] * 2, [2.0] * 2, [1.0] * 2])
   cases.spread(other, [[5.0], [6.0], [7.0], [8.0]])
   model = [trained, other, trained, optimizer.iterations.value]
-  replica_state.save(tmp_path / "a", optimizer, model)
+  Models(model, optimizer).save(tmp_path / "a")
   found, _ = _read(tmp_path / "a")
   arrays = {name: array.tolist() for name, array in found.items()}
   assert {n: a for n, a in arrays.items() if "optimizer" not in n} == {
@@ -234,7 +229,7 @@ def test_a_served_model_needs_no_random_numbers(
   trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
   trained.steps(0, 2)
   trained.save(tmp_path / "a")
-  right = replica_state.load_group(trained.model, 1, trained.optimizer)
+  right = Models(trained.model, trained.optimizer)[1]
   layers = tf.keras.layers
   for dropouts in ([], [layers.Dropout(0.5, seed=9), layers.Dropout(0.5)]):
     plain = tf.keras.Sequential(
@@ -244,12 +239,10 @@ def test_a_served_model_needs_no_random_numbers(
       ]
     )
     x = np.ones([2, 4], "float32")
-    into = replica_state.load_group(
-      trained.model, 1, trained.optimizer, into=plain
-    )
+    into = Models(trained.model, trained.optimizer).load(1, plain)
     np.testing.assert_array_equal(into(x), right(x))
     plain.set_weights([np.zeros_like(w) for w in plain.get_weights()])
-    replica_state.read_group(tmp_path / "a", 1, plain)
+    Models.read(tmp_path / "a", 1, plain)
     np.testing.assert_array_equal(plain(x), right(x))
 
 
@@ -261,8 +254,8 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
   trained.save(path)
   plain = _network(seed=2)
   for i in (1, 0):
-    right = replica_state.load_group(trained.model, i, trained.optimizer)
-    assert replica_state.read_group(path, i, plain) is plain
+    right = Models(trained.model, trained.optimizer)[i]
+    assert Models.read(path, i, plain) is plain
     for variable, expected in zip(
       plain.variables, right.variables, strict=True
     ):
@@ -286,11 +279,11 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
       "does not contain model/kernel",
     ),
   ):
-    with pytest.raises(replica_state.CheckpointError, match=words):
-      replica_state.read_group(path, index, model)
+    with pytest.raises(models.CheckpointError, match=words):
+      Models.read(path, index, model)
   path.write_bytes(path.read_bytes()[:-9])
-  with pytest.raises(replica_state.CheckpointError, match="is damaged"):
-    replica_state.read_group(path, 0, plain)
+  with pytest.raises(models.CheckpointError, match="is damaged"):
+    Models.read(path, 0, plain)
   for array, same in zip(plain.get_weights(), before, strict=True):
     np.testing.assert_array_equal(array, same)
 
@@ -298,7 +291,7 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
 def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
   """`restore` builds on the trainable variables of a model or of a list."""
   optimizer, weights = cases.simple("mirrored")
-  replica_state.save(tmp_path / "a", optimizer, weights)
+  Models(weights, optimizer).save(tmp_path / "a")
   trained = cases.Training(testbed.mirrored(), cases.PAIRS, seed=1)
   trained.steps(0, 2)
   trained.save(tmp_path / "b")
@@ -310,7 +303,7 @@ def test_restore_builds_the_optimizer(tmp_path: pathlib.Path) -> None:
       momentum = tf.keras.optimizers.SGD(0.5, momentum=0.5)
       inner = momentum if path == "a" else tf.keras.optimizers.Adam(0.01)
       fresh = CrossShardOptimizer(inner, group_assignment=cases.PAIRS)
-    replica_state.restore(tmp_path / path, fresh, model)
+    Models(model, fresh).restore(tmp_path / path)
     for variable, same in zip(fresh.variables, right.variables, strict=True):
       assert cases.values(variable) == cases.values(same)
 
@@ -341,9 +334,9 @@ def test_restore_builds_the_optimizer_on_one_device(
   with strategy.scope():
     optimizer.build([weight])
   strategy.run(lambda: train(optimizer, weight, (2.0, 4.0, 6.0)))
-  replica_state.save(tmp_path / "a", optimizer, [weight])
+  Models([weight], optimizer).save(tmp_path / "a")
   optimizer, weight, strategy = make()
-  replica_state.restore(tmp_path / "a", optimizer, [weight])
+  Models([weight], optimizer).restore(tmp_path / "a")
   assert strategy.run(lambda: train(optimizer, weight, ())) == -3.0
   # (6 + 2) / 2 and half of the step before, which was 3.
   assert strategy.run(lambda: train(optimizer, weight, (2.0,))) == -8.5
@@ -369,8 +362,8 @@ def test_state_that_fit_created_in_tf_keras_restores_into_a_new_program(
 
   model, other = compiled(), compiled()
   model.fit(np.ones([4, 3]), np.ones([4, 2]), verbose=0)
-  replica_state.save(tmp_path / "a", model.optimizer, model)
-  replica_state.restore(tmp_path / "a", other.optimizer, other)
+  Models(model).save(tmp_path / "a")
+  Models(other).restore(tmp_path / "a")
   states = [cases.saved(each.optimizer, each) for each in (model, other)]
   np.testing.assert_equal(*states)
   assert len(states[0][0]) >= 7
@@ -392,13 +385,13 @@ def test_restore_builds_an_optimizer_of_keras_that_accumulates(
 
   weights, optimizer = build()
   training.train(weights, optimizer, [np.ones((3, 4), "f")])
-  replica_state.save(tmp_path / "a", optimizer, weights)
+  Models(weights, optimizer).save(tmp_path / "a")
   with testbed.mirrored().scope():
     new_weights = training.make_weights("keras", {"weight": 1.0})
     fresh = keras3.CrossShardOptimizer(
       keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), "sum"
     )
-  replica_state.restore(tmp_path / "a", fresh, new_weights)
+  Models(new_weights, fresh).restore(tmp_path / "a")
   for right, found in zip(
     training.state_of(weights, optimizer),
     training.state_of(new_weights, fresh),
@@ -445,9 +438,9 @@ def test_a_loss_scale_of_sharded_windows(
   scaled, weight, step = make(is_built=True)
   for gradient in (2.0, 4.0, 6.0):
     step(gradient)
-  replica_state.save(tmp_path / "a", scaled, [weight])
+  Models([weight], scaled).save(tmp_path / "a")
   again, other, go_on = make(is_built)
-  replica_state.restore(tmp_path / "a", again, [other])
+  Models([other], again).restore(tmp_path / "a")
   assert cases.values(other) == [[-9.0, -18.0]] * 2
   for one_step, updated in ((step, weight), (go_on, other)):
     one_step(2.0)
@@ -461,15 +454,15 @@ def test_restore_builds_nothing_under_another_strategy(
 ) -> None:
   """The other strategy may have the same size."""
   optimizer, weights = cases.simple("mirrored")
-  replica_state.save(tmp_path / "a", optimizer, weights)
+  Models(weights, optimizer).save(tmp_path / "a")
   config = package.CrossShardOptimizer("sgd").get_config()
   with testbed.virtual(cases.N).scope():
     other = package.CrossShardOptimizer.from_config(config)
   outside = package.CrossShardOptimizer.from_config(config)
   for made in (other, outside):
     before = len(made.variables)
-    with pytest.raises(replica_state.CheckpointError, match="of one strategy"):
-      replica_state.restore(tmp_path / "a", made, weights)
+    with pytest.raises(models.CheckpointError, match="of one strategy"):
+      Models(weights, made).restore(tmp_path / "a")
     assert len(made.variables) == before
 
 
@@ -502,9 +495,9 @@ def test_a_window_begins_anew_in_groups_of_another_size(
       step()
     expected = -float(len(before[0]))
     assert testbed.copies(weight)[0][0] == expected
-    replica_state.save(path, optimizer, [weight])
+    Models([weight], optimizer).save(path)
     optimizer, weight, step = make(after)
-    replica_state.restore(path, optimizer, [weight])
+    Models([weight], optimizer).restore(path)
     step()
     assert testbed.copies(weight)[0][0] == expected
     step()
@@ -520,8 +513,8 @@ def _assert_refused(
   """A `CheckpointError` with these words, and nothing changed."""
   variables = [*(weights or []), *optimizer.variables]
   before = [testbed.copies(variable) for variable in variables]
-  with pytest.raises(replica_state.CheckpointError, match=words) as info:
-    replica_state.restore(path, optimizer, weights)
+  with pytest.raises(models.CheckpointError, match=words) as info:
+    Models(weights, optimizer).restore(path)
   assert isinstance(info.value, ValueError)
   assert str(path) in str(info.value)
   after = [testbed.copies(variable) for variable in variables]
@@ -535,7 +528,7 @@ def test_variables_that_do_not_match_raise_an_error(
   path = tmp_path / "a"
   optimizer, weights = cases.simple("mirrored")
   first, scale = weights
-  replica_state.save(path, optimizer, weights)
+  Models(weights, optimizer).save(path)
   singles = cases.simple("mirrored", [[0], [1], [2], [3]])
   adam = cases.simple("mirrored", make=tf.keras.optimizers.Adam)
   with testbed.mirrored().scope():
@@ -559,14 +552,14 @@ def test_variables_that_do_not_match_raise_an_error(
     (optimizer, [outside, scale], "`model/weight`.*exists once"),
   ):
     _assert_refused(other, chosen, path, words)
-  replica_state.save(path, optimizer)
+  Models(optimizer=optimizer).save(path)
   _assert_refused(
     optimizer, weights, path, "not contain model/weight.*without a"
   )
   # What exists once is every group's.
-  replica_state.save(path, optimizer, [outside, scale])
+  Models([outside, scale], optimizer).save(path)
   outside.assign([0.0, 0.0])
-  replica_state.restore(path, optimizer, [outside, scale])
+  Models([outside, scale], optimizer).restore(path)
   assert outside.numpy().tolist() == [4.0, 4.0]
 
 
@@ -581,7 +574,8 @@ def test_a_file_of_another_number_of_models(tmp_path: pathlib.Path) -> None:
     return optimizer, weights
 
   path = tmp_path / "a"
-  replica_state.save(path, *make(3))
+  optimizer, weights = make(3)
+  Models(weights, optimizer).save(path)
   words = r"holds 3 models, but .*Strategy \(2 models\)\. .*Strategy\(3\)"
   _assert_refused(*make(2), path, words)
 
@@ -591,11 +585,11 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
   """Each byte of a file is in archive_test.py."""
   path = tmp_path / "a"
   optimizer, weights = cases.simple("mirrored")
-  replica_state.save(path, optimizer, weights)
+  Models(weights, optimizer).save(path)
   data = path.read_bytes()
   arrays, about = _read(path)
   _write(path, {"x": np.zeros(2)}, {})
-  _assert_refused(optimizer, weights, path, "was not written by replica_sta")
+  _assert_refused(optimizer, weights, path, "was not written by Models")
   path.write_bytes(data[:-1])
   _assert_refused(optimizer, weights, path, "is damaged.*Nothing was changed")
   for wrong in ({"group_assignment": 3}, {"names": None}):
@@ -624,10 +618,10 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
     mock.patch.object(np.lib.npyio.NpzFile, "__getitem__", read),
     pytest.raises(OSError, match="Input/output"),
   ):
-    replica_state.restore(path, optimizer, weights)
+    Models(weights, optimizer).restore(path)
   assert cases.values(weights[0]) == [[1.0, 1.0]] * cases.N
-  replica_state.restore(path, optimizer, weights)
-  found = replica_state.group_values(weights[0], optimizer)
+  Models(weights, optimizer).restore(path)
+  found = Models(optimizer=optimizer).values(weights[0])
   assert cases.lists(found) == [[10.0, 10.0], [20.0, 20.0]]
 
 
@@ -640,16 +634,16 @@ def test_unbuilt_and_other_objects_raise_an_error(
     fresh = CrossShardOptimizer("adam")
     model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
   with pytest.raises(ValueError, match=r"not built.*Call build\(model"):
-    replica_state.save(path, fresh, weights)
+    Models(weights, fresh).save(path)
   with pytest.raises(ValueError, match=r"`model` has no variables yet\. B"):
-    replica_state.save(path, optimizer, model)
+    Models(model, optimizer).save(path)
   with pytest.raises(TypeError, match="`optimizer` must be a Keras optimizer"):
-    replica_state.save(path, "adam", weights)
+    Models(weights, "adam").save(path)
   for wrong in (3, "model"):
     with pytest.raises(TypeError, match=r"`model` must be .*; got (int|str)"):
-      replica_state.save(path, optimizer, wrong)
+      Models(wrong, optimizer).save(path)
   with pytest.raises(TypeError, match="`path` must be"):
-    replica_state.save(None, optimizer)
+    Models(optimizer=optimizer).save(None)
   with pytest.raises(ValueError, match="different strategies"):
-    replica_state.save(path, optimizer, cases.simple("virtual")[1])
+    Models(cases.simple("virtual")[1], optimizer).save(path)
   assert not path.exists()

@@ -14,12 +14,12 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
-from tf_cross_shard._src.replica_state import archive
+from tf_cross_shard._src.models import archive
 
 
 def optimizers(optimizer: Any, model: Any) -> dict[str, Any]:
   """Returns an optimizer, by "", and others that a model tracks, by place."""
-  found: dict[str, Any] = {"": optimizer}
+  found: dict[str, Any] = {} if optimizer is None else {"": optimizer}
   known = set(map(id, nested_lib.nested_optimizers(optimizer)))
   for path, value in _walk(model, "model", set()):
     keras_private.check_not_legacy(value, path)
@@ -35,7 +35,7 @@ def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
   every = optimizers(optimizer, model)
   built = {path: o for path, o in every.items() if nested_lib.is_built(o)}
   if len(every) == 1 or not built:
-    return {"": optimizer}
+    return every if len(every) < 2 else {"": optimizer}
   groups = {
     path: nested_lib.groups_of(o).to_lists()
     for path, o in built.items()

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed, training
-from tf_cross_shard import CrossShardOptimizer, replica_state
+from tf_cross_shard import CrossShardOptimizer, Models
 
 N = testbed.REPLICAS
 CROSSED = [[3, 0], [1, 2]]
@@ -101,7 +101,7 @@ def test_one_group_as_a_plain_model(where: str, library: str) -> None:
   right = [_expected(model, members) for members in CROSSED]
   assert np.abs(right[0] - right[1]).max() > 1
   with STRATEGIES[where]().scope():
-    plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
+    plain = [Models(model, optimizer)[i] for i in (0, 1)]
   for one, expected in zip(plain, right, strict=True):
     np.testing.assert_array_equal(one(X), expected)
     assert [layer.name for layer in one.layers] == [
@@ -114,7 +114,7 @@ def test_one_group_as_a_plain_model(where: str, library: str) -> None:
   assert model.optimizer is not None
   for variable, copies in zip(model.variables, before, strict=True):
     np.testing.assert_array_equal(testbed.copies(variable), copies)
-  again = replica_state.load_group(model, np.int64(1), optimizer, plain[0])
+  again = Models(model, optimizer).load(np.int64(1), plain[0])
   assert again is plain[0]
   np.testing.assert_array_equal(again(X), right[1])
 
@@ -162,7 +162,7 @@ def test_subclassed_and_nested_models(library: str) -> None:
     model.weights[:2], ([2, 4, 5], [1, 4, 4]), strict=True
   ):
     variable.assign(np.array(value, "float32"))
-  plain = replica_state.load_group(model, 1, optimizer)
+  plain = Models(model, optimizer)[1]
   first, second = (testbed.copies(v)[1] for v in model.trainable_variables)
   right = (X - [2, 4, 5]) / [1, 2, 2] * first + X * second
   data = {"x": X, "y": X}
@@ -170,7 +170,7 @@ def test_subclassed_and_nested_models(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, lambda home: Net(2))
   with pytest.raises(ValueError, match="`model` has no variables yet"):
-    replica_state.load_group(model, 0, optimizer)
+    Models(model, optimizer)[0]
 
 
 @in_both
@@ -197,15 +197,15 @@ def test_clones_have_functions_vocabularies_and_seeds(
   texts = tf.constant([["a b"], ["b c"], ["c d"], ["d"]])
   right = model(texts).numpy()  # with the first replica's weights
   random.seed(1)
-  plain = [replica_state.load_group(model, i, optimizer) for i in (0, 1)]
+  plain = [Models(model, optimizer)[i] for i in (0, 1)]
   assert random.random() == random.Random(1).random()
   first = plain[[0 in members for members in CROSSED].index(True)]
   np.testing.assert_allclose(first.predict(texts, verbose=0), right, rtol=1e-6)
   one, other = (np.asarray(each(texts)) for each in plain)
   assert np.abs(one - other).max() > 1
   optimizer.build(model.trainable_variables)
-  replica_state.save(tmp_path / "state", optimizer, model)
-  replica_state.restore(tmp_path / "state", optimizer, model)
+  Models(model, optimizer).save(tmp_path / "state")
+  Models(model, optimizer).restore(tmp_path / "state")
 
 
 # ------------------------------------------------------------------ copy_group
@@ -289,7 +289,7 @@ def test_copied_group_trains_like_its_source(
   own &= _differing(before, source, before, target)
   assert len(own) == 1 + len(seeds)
 
-  replica_state.copy_group(0, 1, training.optimizer, training.model)
+  Models(training.model, training.optimizer).copy(0, 1)
   after = _state(training)
   rest = [replica for replica in range(N) if replica not in target]
   assert not _differing(before, rest, after, rest)
@@ -347,14 +347,13 @@ def test_slots_that_begin_as_weights_are_the_groups_own(
 @pytest.mark.parametrize(
   "notice",
   [
-    lambda model, path: replica_state.save(path, model.optimizer, model),
-    lambda model, _: replica_state.load_group(model, 1, model.optimizer),
-    lambda model, _: replica_state.ensemble(model, model.optimizer),
-    lambda model, _: replica_state.group_values(
-      model.trainable_variables[0], model.optimizer
+    lambda model, path: Models(model).save(path),
+    lambda model, _: Models(model)[1],
+    lambda model, _: Models(model).ensemble(),
+    lambda model, _: Models(optimizer=model.optimizer).values(
+      model.trainable_variables[0]
     ),
-    # `copy_group` accepts it.
-    lambda model, _: replica_state.copy_group(0, 1, model.optimizer, model),
+    lambda model, _: Models(model).copy(0, 1),
   ],
 )
 def test_groups_that_are_equal_are_warned_about(
@@ -367,7 +366,7 @@ def test_groups_that_are_equal_are_warned_about(
   )
   model.fit(X, X, 8, 3, verbose=0, callbacks=[stop])
   kernel = model.trainable_variables[0]
-  assert len({value.tobytes() for value in replica_state.values(kernel)}) == 1
+  assert len({value.tobytes() for value in testbed.values(kernel)}) == 1
   [line] = said
   assert "EarlyStopping" in line
   said.clear()
@@ -389,7 +388,7 @@ def test_an_ensemble(library: str) -> None:
   home = LIBRARIES[library][0]
   model, optimizer = _made("mirrored", library, cases.two_in_two_out)
   with testbed.mirrored().scope():
-    ensemble = replica_state.ensemble(model, optimizer)
+    ensemble = Models(model, optimizer).ensemble()
   data = {"x": X, "y": X[::-1]}
   found = {key: np.asarray(value) for key, value in ensemble(data).items()}
   assert found.keys() == {"sum", "probabilities"}
@@ -405,8 +404,7 @@ def test_an_ensemble(library: str) -> None:
 
 
 @in_both
-def test_an_ensemble_of_some_groups(library: str) -> None:
-  """An ensemble of three of four groups, and of one; a list of outputs."""
+def test_an_ensemble_of_a_list_of_outputs(library: str) -> None:
 
   def make(home: Any) -> Any:
     inner = home.Sequential([home.Input((3,)), home.layers.Dense(2)])
@@ -416,20 +414,17 @@ def test_an_ensemble_of_some_groups(library: str) -> None:
 
   groups = [[2], [0], [3], [1]]
   model, optimizer = _made("virtual", library, make, groups)
-  plain = replica_state.load_group(model, 0, optimizer)
+  plain = Models(model, optimizer)[0]
   for layer in plain.layers:
     assert getattr(layer, "optimizer", None) is None
-  for members in ([3, 0, 1], [2]):
-    ensemble = replica_state.ensemble(model, optimizer, members)
-    names = [layer.name for layer in ensemble.layers]
-    assert [n for n in names if "group" in n] == [f"model_{i}" for i in members]
-    found = ensemble(X)
-    for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
-      copies = [testbed.copies(model.weights[i]) for i in (kernel, bias)]
-      replicas = [groups[i][0] for i in members]
-      each = [X @ copies[0][r] + copies[1][r] for r in replicas]
-      right = np.mean(each, axis=0)
-      np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
+  ensemble = Models(model, optimizer).ensemble()
+  names = [layer.name for layer in ensemble.layers]
+  assert [n for n in names if "model" in n] == [f"model_{i}" for i in range(4)]
+  found = ensemble(X)
+  for output, (kernel, bias) in zip(found, ((0, 1), (2, 3)), strict=True):
+    kernels, biases = (testbed.copies(model.weights[i]) for i in (kernel, bias))
+    right = np.mean([X @ kernels[r] + biases[r] for r in range(4)], axis=0)
+    np.testing.assert_allclose(output, right, rtol=1e-6, atol=1e-6)
 
 
 # ---------------------------------------------------------------------- errors
@@ -457,33 +452,26 @@ def test_errors_change_nothing(library: str, tmp_path: pathlib.Path) -> None:
   optimizer.build(model.trainable_variables)
   for wrong in (-1, 2, True, 1.0, "0", None):
     words = "must be an integer from 0 to 1; got"
-    with pytest.raises(ValueError, match=f"`group` {words}"):
-      replica_state.load_group(model, wrong, optimizer, plain)
+    with pytest.raises(ValueError, match=f"`i` {words}"):
+      Models(model, optimizer).load(wrong, plain)
     with pytest.raises(ValueError, match=f"`source` {words}"):
-      replica_state.copy_group(wrong, 0, optimizer, model)
+      Models(model, optimizer).copy(wrong, 0)
     with pytest.raises(ValueError, match=f"`target` {words}"):
-      replica_state.copy_group(0, wrong, optimizer, model)
-    with pytest.raises(ValueError, match=f"`members` {words}"):
-      replica_state.ensemble(model, optimizer, [0, wrong])
+      Models(model, optimizer).copy(0, wrong)
   for wrong in (2, "sgd", model):
     with pytest.raises(TypeError, match="`optimizer` must be a Keras optim"):
-      replica_state.load_group(model, 1, wrong)
-  with pytest.raises(TypeError, match="`model` must be a Keras model; got int"):
-    replica_state.load_group(1, optimizer, model)
-  for function in (
-    functools.partial(replica_state.save, tmp_path / "state"),
-    functools.partial(replica_state.restore, tmp_path / "state"),
-    functools.partial(replica_state.copy_group, 0, 1),
-    replica_state.average,
-    replica_state.assert_in_sync,
-    lambda first, second: replica_state.ensemble(second, first),
-    lambda first, second: replica_state.group_values(second, first),
-  ):
-    with pytest.raises(TypeError, match="`optimizer` must be a Keras optim"):
-      function(model, optimizer)
-  for members in ([], [0, 0]):
-    with pytest.raises(ValueError, match="`members` must name at least one"):
-      replica_state.ensemble(model, optimizer, members)
+      Models(model, wrong)
+  with pytest.raises(IndexError, match="`i` must be"):
+    Models(model)[2]
+  with pytest.raises(TypeError, match="`model` must be a built model or"):
+    Models(1, optimizer)
+  with pytest.raises(TypeError, match=r"Call Models\(model, optimizer\)"):
+    Models(optimizer, model)
+  with pytest.raises(TypeError, match="Pass at least one"):
+    Models()
+  for method in ("predict", "set_weights", "initialize"):
+    with pytest.raises(TypeError, match="This method needs the model"):
+      getattr(Models(optimizer=optimizer), method)(0, [])
   assert state() == before
   for other, words in (
     (
@@ -501,7 +489,7 @@ def test_errors_change_nothing(library: str, tmp_path: pathlib.Path) -> None:
   ):
     before = state()
     with pytest.raises(ValueError, match=words):
-      replica_state.load_group(model, 0, optimizer, other)
+      Models(model, optimizer).load(0, other)
     assert state() == before
 
 
@@ -524,8 +512,8 @@ def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, make)
   with pytest.raises(ValueError, match=r"as `into` to load_group .* `twin`\."):
-    replica_state.load_group(model, 1, optimizer)
-  plain = replica_state.load_group(model, 1, optimizer, make(home))
+    Models(model, optimizer)[1]
+  plain = Models(model, optimizer).load(1, make(home))
   kernel, bias = (testbed.copies(v)[1] for v in model.variables)
   np.testing.assert_array_equal(plain(X), X @ kernel + bias)
 
@@ -537,11 +525,11 @@ def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
 
   model, optimizer = _made("mirrored", library, with_integers)
   with pytest.raises(ValueError, match="an output of dtype int32"):
-    replica_state.ensemble(model, optimizer)
+    Models(model, optimizer).ensemble()
   with pytest.raises(
     TypeError, match="`model` must be a Keras model; got list"
   ):
-    replica_state.load_group(model.variables, 0, optimizer)
+    Models(model.variables, optimizer)[0]
 
 
 class _NoArgument(tf.keras.layers.Layer):
@@ -562,5 +550,5 @@ def test_errors_of_cloning_contain_the_error_of_keras() -> None:
     optimizer = CrossShardOptimizer("sgd")
   words = r"from its get_config\(\): .*strength.*\. Create and build a second"
   with pytest.raises(ValueError, match=words) as error:
-    replica_state.load_group(model, 0, optimizer)
+    Models(model, optimizer)[0]
   assert "\n" not in str(error.value)

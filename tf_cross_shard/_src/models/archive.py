@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from tf_cross_shard._src.replica_state import paths as paths_lib
+from tf_cross_shard._src.models import paths as paths_lib
 
 Array = np.ndarray[Any, Any]
 
@@ -116,7 +116,7 @@ def reading(path: epath.Path) -> Iterator[Archive]:
       raise OSError(
         error.errno,
         f"The checkpoint {path} cannot be read: {error.strerror}. Name a file"
-        " that replica_state.save wrote and that every worker can read",
+        " that Models.save wrote and that every worker can read",
       ) from error
     with naming_damage(path):
       container = stack.enter_context(zipfile.ZipFile(file))
@@ -140,7 +140,7 @@ def naming_damage(path: epath.Path, *others: type[Exception]) -> Iterator[None]:
     raise CheckpointError(
       f"{path} is damaged, or is not a checkpoint of tf_cross_shard:"
       f" {error!r}. Nothing was changed; restore a file that"
-      " replica_state.save wrote."
+      " Models.save wrote."
     ) from error
 
 

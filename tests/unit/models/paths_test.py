@@ -10,8 +10,8 @@ import tensorflow as tf
 from tests.support import bucket, testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
+  Models,
   callbacks,
-  replica_state,
 )
 
 GROUPS = [[0, 1], [2, 3]]
@@ -70,14 +70,14 @@ def test_saves_and_restores_groups(folder: str) -> None:
   optimizer = model.optimizer
   _fit(model, 1)
   path = f"{folder}/state.npz"
-  replica_state.save(path, optimizer, model)
+  Models(model, optimizer).save(path)
   right = _values(model)
   assert tf.io.gfile.listdir(folder) == ["state.npz"]
   _fit(model, 1)
-  replica_state.restore(path, optimizer, model)
+  Models(model, optimizer).restore(path)
   _assert_equal(_values(model), right)
   plain = tf.keras.models.clone_model(model)
-  replica_state.read_group(path, 1, plain)
+  Models.read(path, 1, plain)
   _assert_equal(
     [v.numpy() for v in plain.weights],
     [testbed.copies(v)[GROUPS[1][0]] for v in model.weights],
@@ -128,8 +128,8 @@ def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
   keep = callbacks.PerModelCheckpoint(path)
   _fit(model, 2, metrics, keep)
   best = list(keep.best)
-  replica_state.restore(path, optimizer, model)
-  plain = [replica_state.load_group(model, i, optimizer) for i in range(2)]
+  Models(model, optimizer).restore(path)
+  plain = [Models(model, optimizer)[i] for i in range(2)]
   np.testing.assert_allclose(list(map(_loss, plain)), best, rtol=1e-5)
   _fit(model, 1, callbacks.PerModelMetrics(_data()), keep)
   assert all(new <= old for new, old in zip(keep.best, best, strict=True))
@@ -139,7 +139,7 @@ def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
     file.write(data[: len(data) // 2])
   again = callbacks.PerModelCheckpoint(path)
   _fit(model, 1, callbacks.PerModelMetrics(_data()), again)
-  replica_state.restore(path, optimizer, model)
+  Models(model, optimizer).restore(path)
 
 
 def test_a_write_that_fails_leaves_the_older_file(
@@ -148,7 +148,7 @@ def test_a_write_that_fails_leaves_the_older_file(
   path = f"{folder}/a.npz"
   model = _model()
   _fit(model, 1)
-  replica_state.save(path, model.optimizer, model)
+  Models(model).save(path)
   right = _values(model)
   _fit(model, 1)
 
@@ -166,9 +166,9 @@ def test_a_write_that_fails_leaves_the_older_file(
     with pytest.raises(
       OSError, match=rf"(?s){path} could not be written.*unchanged\. Free space"
     ):
-      replica_state.save(path, model.optimizer, model)
+      Models(model).save(path)
   assert tf.io.gfile.listdir(folder) == ["a.npz"]
-  replica_state.restore(path, model.optimizer, model)
+  Models(model).restore(path)
   _assert_equal(_values(model), right)
 
 
@@ -177,7 +177,7 @@ def test_errors_are_those_of_local_files(folder: str) -> None:
   _fit(model, 1)
   path = f"{folder}/none/file.npz"
   with pytest.raises(FileNotFoundError, match=r"gs://.*save wrote"):
-    replica_state.restore(path, model.optimizer, model)
+    Models(model).restore(path)
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,4 @@ def test_errors_are_those_of_local_files(folder: str) -> None:
 def test_refuses_what_is_no_path(path: Any, words: str) -> None:
   model = _model()
   with pytest.raises((ValueError, TypeError), match=words):
-    replica_state.restore(path, model.optimizer, model)
+    Models(model).restore(path)

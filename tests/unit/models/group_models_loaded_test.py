@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.support import programs, replica_state_cases, testbed
 from tests.support.training import KERASES
-from tf_cross_shard import replica_state
+from tf_cross_shard import Models
 
 X = np.random.default_rng(3).integers(-4, 5, (8, 3)).astype("float32")
 
@@ -55,7 +55,7 @@ def _save_ensemble(library: str, folder: pathlib.Path) -> dict[str, Any]:
     for variable in model.variables:
       a, b = rng.integers(1, 5, (2, *variable.shape)).astype("float32")
       replica_state_cases.spread(variable, [a, b, b, a])
-    ensemble = replica_state.ensemble(model, optimizer)
+    ensemble = Models(model, optimizer).ensemble()
   found = ensemble.predict({"x": X, "y": X[::-1]}, verbose=0)
   assert found.keys() == {"sum", "probabilities"}
   ensemble.save(folder / f"{library}.keras")
@@ -85,7 +85,7 @@ def _save_winner(library: str, folder: pathlib.Path) -> dict[str, Any]:
     model.compile(optimizer, "mse")
   data = (IDS, np.ones([4, 2, 1], "float32"))
   model.fit(*data, batch_size=4, verbose=0, epochs=2)
-  winner = replica_state.load_group(model, 1, optimizer)
+  winner = Models(model, optimizer)[1]
   found = winner.predict(IDS, verbose=0)
   winner.save(folder / f"{library}_winner.keras")
   return {f"{library} winner": found}

@@ -17,7 +17,7 @@ from tests.support import replica_state_cases as cases
 from tests.support import testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
-  replica_state,
+  Models,
 )
 
 ALONE: dict[str, Callable[[], Any]] = {
@@ -52,7 +52,7 @@ def test_values_are_bits_and_copies(where: str, dtype: str) -> None:
   expected = [array.tobytes() for array in mine]
   assert len(set(expected)) > 1
   for _ in range(2):
-    found = replica_state.values(variable)
+    found = testbed.values(variable)
     assert [array.dtype for array in found] == [kind] * cases.N
     assert [array.tobytes() for array in found] == expected
     for array in found:
@@ -79,7 +79,7 @@ def test_values_of_a_sum_are_each_replicas_part(where: str) -> None:
   step()
   assert float(total.read_value()) == 15.0
   assert cases.values(total) == [1.0, 2.0, 4.0, 8.0]
-  assert len(replica_state.values(metric.variables[0])) == cases.N
+  assert len(testbed.values(metric.variables[0])) == cases.N
 
 
 @pytest.mark.parametrize("where", ALONE)
@@ -90,12 +90,12 @@ def test_values_of_one_replica(where: str, tmp_path: pathlib.Path) -> None:
     optimizer.build([weight])
   assert cases.values(weight) == [[1.0, 2.0]]
   assert cases.group_values(weight, optimizer) == [[1.0, 2.0]]
-  replica_state.assert_in_sync(optimizer, [weight])
-  replica_state.save(tmp_path / "a", optimizer, [weight])
+  Models([weight], optimizer).assert_in_sync()
+  Models([weight], optimizer).save(tmp_path / "a")
   weight.assign([7.0, 7.0])
-  replica_state.average(optimizer, [weight], slots=True)
+  Models([weight], optimizer).average()
   assert cases.values(weight) == [[7.0, 7.0]]
-  replica_state.restore(tmp_path / "a", optimizer, [weight])
+  Models([weight], optimizer).restore(tmp_path / "a")
   assert cases.values(weight) == [[1.0, 2.0]]
 
 
@@ -104,9 +104,9 @@ def test_group_values_are_in_the_order_of_groups() -> None:
   other, _ = cases.simple("mirrored", [[3], [2], [1], [0]])
   slot = optimizer.get_slot(weight, "momentum")
   alone = tf.Variable([3.0])
-  found = replica_state.group_values(weight, other)
+  found = Models(optimizer=other).values(weight)
   assert cases.lists(found) == [[20.0] * 2, [20.0] * 2, [10.0] * 2, [10.0] * 2]
-  found = replica_state.group_values(slot, optimizer)
+  found = Models(optimizer=optimizer).values(slot)
   assert cases.lists(found) == [[10.0] * 2, [20.0] * 2]
   assert cases.values(slot) == [
     *([[10.0] * 2] * 2),
@@ -120,7 +120,7 @@ def test_group_values_are_in_the_order_of_groups() -> None:
   with testbed.mirrored(2).scope():
     small = tf.Variable(1.0)
   with pytest.raises(ValueError, match=r"groups of 4 replicas.*have 2"):
-    replica_state.group_values(small, optimizer)
+    Models(optimizer=optimizer).values(small)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_group_values_are_in_the_order_of_groups() -> None:
 )
 def test_other_objects_are_refused(variable: Any, words: str) -> None:
   with pytest.raises(TypeError, match=words):
-    replica_state.values(variable)
+    Models([tf.Variable(1.0)]).values(variable)
 
 
 def test_calls_inside_functions_and_replicas_are_refused() -> None:
   optimizer, weights = cases.simple("mirrored")
   calls = (
-    lambda: replica_state.values(weights[0]),
-    lambda: replica_state.restore("/nowhere/a", optimizer, weights),
+    lambda: Models(weights, optimizer).values(weights[0]),
+    lambda: Models(weights, optimizer).restore("/nowhere/a"),
   )
   for call in calls:
     with pytest.raises(RuntimeError, match=r"eagerly.*between two steps"):
