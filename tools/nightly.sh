@@ -44,9 +44,10 @@ check "$python" tools/preemptions.py --kills=40 --seed="$seed" --faults
 # nights are 10,000 apart, so no program is tried in two nights.
 for legacy in 0 1; do
   export TF_USE_LEGACY_KERAS=$legacy
-  check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000"
-  check "$python" tools/fuzz.py --seeds=1000 --start="${seed}0000" --virtual
-  check "$python" tools/fuzz.py --seeds=500 --start="${seed}0000" --workers
+  check env RANDOM_SEEDS="${seed}0000:${seed}2000" \
+    "$python" -m pytest -q tests/equivalence/random_programs_test.py
+  check env RANDOM_SEEDS="${seed}0000:${seed}0500" \
+    "$python" -m pytest -q tests/multi_process/random_programs_workers_test.py
 done
 unset TF_USE_LEGACY_KERAS
 # Do models of other libraries train as with plain Keras?

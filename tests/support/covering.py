@@ -36,15 +36,14 @@ def pairwise(
   return cover({row: pairs(row) for row in possible_rows(columns, is_possible)})
 
 
-def cover(pairs_of: dict[Any, set[Any]], most: int | None = None) -> list[Any]:
+def cover(pairs_of: dict[Any, set[Any]]) -> list[Any]:
   """Returns keys whose sets together contain every element.
 
   The choice is greedy: each step adds the key with the most missing elements.
-  If `most` is given, the function returns at most this number of keys.
   """
   missing = set().union(*pairs_of.values())
   chosen: list[Any] = []
-  while missing and len(chosen) != most:
+  while missing:
     best = max(pairs_of, key=lambda key: len(pairs_of[key] & missing))
     missing -= pairs_of[best]
     chosen.append(best)

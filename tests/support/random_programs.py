@@ -5,6 +5,7 @@
 `plain_training` computes what each group must hold.
 """
 
+import os
 import pathlib
 import tempfile
 from collections.abc import Callable, Sequence
@@ -115,15 +116,20 @@ _FLOW_KINDS = {
 }
 _LOSSES = _VARIABLES | _FLOW_KINDS
 # Not tanh: where it saturates, its gradient 1 - y ** 2 is the rounding of y.
-_LAYERS: dict[str, Callable[[], Any]] = {
-  "dense layer": lambda: tf.keras.layers.Dense(2, "softsign"),
-  "constrained layer": lambda: tf.keras.layers.Dense(
-    2, kernel_constraint=tf.keras.constraints.MaxNorm(0.75)
+_LAYERS: dict[str, Callable[[str], Any]] = {
+  "dense layer": lambda dtype: tf.keras.layers.Dense(
+    2, "softsign", dtype=dtype
   ),
-  "embedding layer": lambda: tf.keras.layers.Embedding(_ROWS, 2),
-  "norm layer": lambda: tf.keras.layers.LayerNormalization(),
+  "constrained layer": lambda dtype: tf.keras.layers.Dense(
+    2, kernel_constraint=tf.keras.constraints.MaxNorm(0.75), dtype=dtype
+  ),
+  "embedding layer": lambda dtype: tf.keras.layers.Embedding(
+    _ROWS, 2, dtype=dtype
+  ),
+  "norm layer": lambda dtype: tf.keras.layers.LayerNormalization(dtype=dtype),
 }
 _SPARSE = ("rows", "rows_twice", "embedding layer")
+_MIXED = "mixed_float16"  # the dtype of a layer
 # Large epsilons: what is left of gradients that cancel is divided by nothing.
 _LARGE = {"epsilon": 1e-3}
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -151,19 +157,37 @@ class Program(NamedTuple):
   is_per_model: bool  # whether every second group's learning rate is half
   excluded: list[str]  # kinds of variables without weight decay
   options: dict[str, Any]  # arguments of CrossShardOptimizer
-  sizes: tuple[int, ...]  # examples of each replica; in `fit`, of the last step
+  sizes: tuple[int, ...]  # examples of each replica; see `divides_last`
   share: float  # what the mean over a replica's examples is multiplied by
   is_exact: bool  # whether no sum rounds
   bad: tuple[int, int, float] | None  # step, replica, number that is not finite
   bucket_bytes: int
   replicas: int  # four in one process, or two workers
   resumed_at: int | None  # the step before which a second model takes over
+  loss_scale: float | None  # the first scale of a LossScaleOptimizer in ours
+  repeats_ids: bool  # whether each row is looked up twice
+  is_uneven: bool  # whether the loop divides losses by a constant batch size
   is_virtual: bool = False  # whether the replicas are on a virtual TPU
 
   @property
   def is_on_workers(self) -> bool:
     """Whether each replica is a process of its own."""
     return self.replicas != REPLICAS
+
+  @property
+  def divides_last(self) -> bool:
+    """Whether only the last batch has `sizes`. In the others, each is 2."""
+    return self.way == "fit" or self.is_uneven
+
+  @property
+  def is_mixed(self) -> bool:
+    """Whether a layer computes in float16, and keeps weights in float32."""
+    return any(dtype == _MIXED for _, dtype in self.parts)
+
+  @property
+  def scales_loss(self) -> bool:
+    """Whether there is a loss scale. `compile` adds one to `is_mixed`."""
+    return bool(self.loss_scale) or (self.is_mixed and self.way == "fit")
 
   @property
   def steps(self) -> int:
@@ -336,6 +360,26 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
   # Keras' Adafactor names slots after `variable.name`. A function that is being
   # traced refuses the colon in the name of a `tf.Variable`.
   is_built |= is_raw and name == "Adafactor"
+  resumed_at = more.one([1, 2]) if way != "fit" and more.chance(0.25) else None
+  loss_scale = None
+  if way != "bare" and more.chance(0.3):
+    loss_scale = more.one([4.0, 64.0])
+    number = more.one([None, float("nan"), float("inf")])
+    if bad is None and number is not None:
+      bad = more.one(range(STEPS)), more.one(range(replicas)), number
+  if more.chance(0.5) and "wire_dtype" not in options and not is_exact:
+    parts = tuple(
+      (kind, _MIXED if kind in _LAYERS else dtype) for kind, dtype in parts
+    )
+    if way == "fit":  # `compile` adds a loss scale, but not to shards.
+      parts = (*parts, ("dense layer", _MIXED))
+      loss_scale = loss_scale or (64.0 if options["shard_update"] else None)
+  repeats_ids = more.chance(0.5) and "wire_dtype" not in options
+  is_uneven = way != "fit" and more.chance(0.25)
+  if is_uneven:
+    sizes = tuple(more.order(4)[:replicas])
+  elif way == "fit" and more.chance(0.2):
+    sizes = (2, 2, 1, 0)  # As the strategy cuts five.
   return Program(
     seed=seed,
     parts=parts,
@@ -357,38 +401,49 @@ def draw(seed: int, replicas: int = REPLICAS) -> Program:
     bucket_bytes=dice.one([1, 16, 64, 1 << 20]),
     is_per_model=dice.chance(0.25),
     replicas=replicas,
-    resumed_at=(
-      more.one([1, 2]) if way != "fit" and more.chance(0.25) else None
-    ),
+    resumed_at=resumed_at,
+    loss_scale=loss_scale,
+    repeats_ids=repeats_ids,
+    is_uneven=is_uneven,
   )
 
 
 def virtual(program: Program) -> Program:
   """Returns the program for a virtual TPU, whose batches have one size."""
-  sizes = program.sizes[:1] * program.replicas
+  sizes = (program.sizes[0] or 2,) * program.replicas
   dice = _Dice([program.seed, 4])
+  # tf_keras refuses loss scales there, and XLA rounds float16 elsewhere.
+  if testbed.IS_TF_KERAS:
+    is_skipping = program.options["skip_nonfinite"]
+    bad = program.bad if is_skipping else None
+    program = program._replace(loss_scale=None, bad=bad)
+  is_mixed = program.optimizer == "SGD" and not testbed.IS_TF_KERAS
   parts = tuple(
     # `excluded` names a part by the start of its variable's name.
     (f"{kind}_{dice.one(list(_FLOWS))}", dtype)
     if f"{kind}_branch" in _FLOW_KINDS and dice.chance(0.7)
-    else (kind, dtype)
+    else (kind, "float32" if dtype == _MIXED and not is_mixed else dtype)
     for kind, dtype in program.parts
   )
-  return program._replace(is_virtual=True, sizes=sizes, parts=parts)
+  return program._replace(
+    is_virtual=True, sizes=sizes, is_uneven=False, parts=parts
+  )
 
 
 class Model(tf.keras.Model):
   """Returns a loss for each example: the sum of all parts' losses."""
 
   def __init__(self, program: Program) -> None:
-    super().__init__(autocast=False)
+    # `compile` adds a loss scale if the model has the policy.
+    policy = _MIXED if program.is_mixed else "float32"
+    super().__init__(autocast=False, dtype=policy)
     rng = np.random.default_rng([program.seed, 1])
     self.kinds = [kind for kind, _ in program.parts]
     self.values: list[Any] = []
     self.known: list[Any] = []  # to the optimizer
     for i, (kind, dtype) in enumerate(program.parts):
       if kind in _LAYERS:
-        value = _LAYERS[kind]()
+        value = _LAYERS[kind](dtype)
         value.build((None,) if kind == "embedding layer" else (None, 3))
         for variable in value.trainable_variables:
           start = tf.constant(_numbers(rng, program, tuple(variable.shape)))
@@ -422,7 +477,8 @@ class Model(tf.keras.Model):
     for kind, value in zip(self.kinds, self.values, strict=True):
       if kind in _LAYERS:
         inputs = ids if kind == "embedding layer" else features["x"]
-        loss = (value(inputs)[:, :2] - features["y"]) ** 2
+        outputs = tf.cast(value(inputs)[:, :2], tf.float32)
+        loss = (outputs - features["y"]) ** 2
       else:
         [variable] = training.native([value])
         narrow = {k: tf.cast(features[k], variable.dtype) for k in ("x", "y")}
@@ -432,7 +488,12 @@ class Model(tf.keras.Model):
 
   def loss_of(self, program: Program, features: Features) -> tf.Tensor:
     """Returns the loss that a replica differentiates in a custom loop."""
-    return program.share * tf.reduce_mean(self(features))
+    losses = self(features)
+    count = 2 if program.is_uneven else tf.size(losses)
+    total = tf.reduce_sum(losses)
+    return program.share * tf.math.divide_no_nan(
+      total, tf.cast(count, tf.float32)
+    )
 
 
 def _numbers(
@@ -450,18 +511,20 @@ def data(program: Program) -> list[list[Features]]:
   steps = []
   for step in range(program.steps):
     # Keras wants a first batch that divides.
-    is_whole = program.way == "fit" and step < program.steps - 1
+    is_whole = program.divides_last and step < program.steps - 1
     replicas = []
     for replica in range(program.replicas):
       size = 2 if is_whole else program.sizes[replica]
       y = _numbers(rng, program, (size, 2))
-      y[0, 0] += 5 * replica  # Whole numbers differ by 4 at most.
+      y[:1, 0] += 5 * replica  # Whole numbers differ by 4 at most.
       if program.bad and program.bad[:2] == (step, replica):
-        y[0, 0] = program.bad[2]
+        y[:1, 0] = program.bad[2]
       x = _numbers(rng, program, (size, 3))
       ids = rng.integers(0, _ROWS, size).astype("int32")
       if "wire_dtype" in program.options:  # Each row of its own is rounded.
         ids = rng.permutation(_ROWS)[:size].astype("int32")
+      if program.repeats_ids:
+        ids = np.repeat(ids, 2)[:size]
       replicas.append({"x": x, "y": y, "ids": ids})
     targets = {features["y"].tobytes() for features in replicas}
     assert len(targets) == program.replicas > 1
@@ -501,7 +564,20 @@ def make_optimizer(program: Program, group: int | None = None) -> Any:
     constant = tf.keras.optimizers.schedules.PiecewiseConstantDecay
     rate = constant([0], [rate, rate])
   kind = getattr(tf.keras.optimizers, program.optimizer)
-  return kind(learning_rate=rate, **settings)
+  made = kind(learning_rate=rate, **settings)
+  scaler = tf.keras.mixed_precision.LossScaleOptimizer
+  if program.loss_scale:
+    # Scales grow after two finite steps.
+    return scaler(
+      made, initial_scale=program.loss_scale, dynamic_growth_steps=2
+    )
+  return scaler(made) if program.scales_loss and group is not None else made
+
+
+def chosen_seeds(default: Sequence[int]) -> Sequence[int]:
+  """Returns the seeds START:STOP in RANDOM_SEEDS; `default` if it is unset."""
+  bounds = os.environ.get("RANDOM_SEEDS")
+  return range(*map(int, bounds.split(":"))) if bounds else default
 
 
 class State(NamedTuple):

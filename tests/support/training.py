@@ -66,13 +66,19 @@ def take_step(
   if way == "compute_gradients":
     pairs = optimizer.compute_gradients(loss, variables)
     return optimizer.apply_gradients(pairs)
+  # tf_keras leaves the loss scale to the user.
+  is_scaled = way == "scale_loss" and hasattr(optimizer, "get_scaled_loss")
   with tf.GradientTape() as tape:
     value = loss()
     if way == "scale_loss":
       value = optimizer.scale_loss(value)
+      if is_scaled:
+        value = optimizer.get_scaled_loss(value)
   if way == "minimize_tape":
     return optimizer.minimize(value, variables, tape=tape)
   grads = tape.gradient(value, native(variables))
+  if is_scaled:
+    grads = optimizer.get_unscaled_gradients(grads)
   return optimizer.apply_gradients(zip(grads, variables, strict=True))
 
 
