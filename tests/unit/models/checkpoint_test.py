@@ -604,7 +604,7 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
     _assert_refused(optimizer, weights, path, words)
   del arrays["model_1/model/scale"]
   _write(path, arrays, about)
-  _assert_refused(optimizer, weights, path, "is damaged.*group_1/model/scale")
+  _assert_refused(optimizer, weights, path, "is damaged.*model_1/model/scale")
   path.write_bytes(data)
   real = np.lib.npyio.NpzFile.__getitem__
 
