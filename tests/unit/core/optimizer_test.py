@@ -39,7 +39,7 @@ def test_variables_from_outside_the_scope_are_refused(
     testbed.mirrored().scope(),
     pytest.raises(
       RuntimeError,
-      match=r"no strategy \(1 replica\) .* Create the optimizer and",
+      match=r"no strategy.* Create the optimizer and",
     ),
   ):
     CrossShardOptimizer(opt, **options)
@@ -228,7 +228,7 @@ class TestPlaces:
   def test_groups_without_strategy_are_refused_when_used(self) -> None:
     optimizer = CrossShardOptimizer("sgd", group_assignment=[[0, 1]])
     weight = keras.Variable(0.0)
-    with pytest.raises(ValueError, match=r"covers 2 replicas.*no strategy \(1"):
+    with pytest.raises(ValueError, match=r"covers 2 replicas.*no strategy"):
       optimizer.apply_gradients([(tf.constant(1.0), weight)])
     assert optimizer.iterations.numpy() == 0
 

@@ -502,11 +502,11 @@ class TestPerModel:
     with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(\)"):
       per_group(1, STRIDED)
     with pytest.raises(
-      ValueError, match=r"`groups` holds 4 .* no strategy \(1 replica\)"
+      ValueError, match=r"`groups` holds 4 .* no strategy"
     ):
       per_group([1, 2], STRIDED)
     with pytest.raises(
-      ValueError, match=r"`groups` is None, but no .* no strategy \(1 replica"
+      ValueError, match=r"`groups` is None, but no .* no strategy"
     ):
       per_group([1, 2])
 

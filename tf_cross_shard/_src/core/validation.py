@@ -50,7 +50,7 @@ def strategy_in_words(strategy: tf.distribute.Strategy) -> str:
   """Returns the class and the size of a strategy, for an error."""
   count, kind = single_program.num_copies(strategy), type(strategy).__name__
   if kind == "_DefaultDistributionStrategy":  # Outside every scope.
-    kind = "no strategy"
+    return "no strategy"
   one = "model" if single_program.are_models(strategy) else "replica"
   return f"{kind} ({count} {one if count == 1 else one + 's'})"
 

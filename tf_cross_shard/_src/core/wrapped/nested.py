@@ -107,5 +107,5 @@ def check_optimizer(optimizer: Optimizer) -> None:
   ):
     raise TypeError(
       "`optimizer` must be a Keras optimizer; got"
-      f" {type(optimizer).__name__}. Pass the CrossShardOptimizer."
+      f" {type(optimizer).__name__}. Pass an object such as model.optimizer."
     )
