@@ -143,7 +143,7 @@ def test_assigned_numbers_are_those_of_the_next_step(
   [weight], other = make()
   Models([weight], other).restore(tmp_path / "state")
   assert other.per_model == after
-  with pytest.raises(ValueError, match="a number for each of the 2 groups"):
+  with pytest.raises(ValueError, match="a number for each of the 2 models"):
     optimizer.per_model = {"momentum": [0.5]}
   assert optimizer.per_model == after
 
@@ -190,7 +190,7 @@ def test_limits_of_replicas() -> None:
 @pytest.mark.parametrize(
   ("opt", "numbers", "message"),
   [
-    ("adam", {"beta_1": [0.5]}, "a number for each of the 2 groups"),
+    ("adam", {"beta_1": [0.5]}, "a number for each of the 2 models"),
     ("adam", {"weigth_decay": [0.5, 0.9]}, r"setting. Did you mean 'weight_d"),
     ("adam", {"strength": [0.5, 0.9]}, r"no such setting. Use one of \["),
     ("adam", {"weight_decay": [0.5, 0.9]}, "Adam.weight_decay is None"),

@@ -501,9 +501,7 @@ class TestPerModel:
       per_group([1, 2, 3], STRIDED)
     with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(\)"):
       per_group(1, STRIDED)
-    with pytest.raises(
-      ValueError, match=r"`groups` holds 4 .* no strategy"
-    ):
+    with pytest.raises(ValueError, match=r"`groups` holds 4 .* no strategy"):
       per_group([1, 2], STRIDED)
     with pytest.raises(
       ValueError, match=r"`groups` is None, but no .* no strategy"

@@ -171,11 +171,11 @@ class CrossShardOptimizer(facade.Facade):
         treats every element independently. On TPUs and under
         VectorizedStrategy, whose programs have no shapes that depend on data,
         all rows change.
-      per_model: A dictionary of lists with a number for each group. Its
+      per_model: A dictionary of lists with a number for each model. Its
         keys are names of settings of `opt` (`"weight_decay"`, `"momentum"`,
         `"beta_1"`, ...) or of the clipping limits above. If a setting
-        is nonzero in any group, create `opt` with a nonzero value for this
-        setting (that of any such group), because Keras uses it to decide which
+        is nonzero in any model, create `opt` with a nonzero value for this
+        setting (that of any such model), because Keras uses it to decide which
         slots to create. Each list is a variable that every step reads: assign
         a dictionary with other numbers to `optimizer.per_model`, and the
         next step uses them. For learning rates, use `schedules.PerModel`.

@@ -1,4 +1,4 @@
-"""The learning rate schedule `PerModel`, which has a rate for each group."""
+"""The learning rate schedule `PerModel`, which has a rate for each model."""
 
 import copy
 import sys
@@ -21,19 +21,19 @@ from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 
 class PerModel(tf.__internal__.tracking.Trackable):
-  """A learning rate schedule with a rate for each group.
+  """A learning rate schedule with a rate for each model.
 
   Pass it as the learning rate of the optimizer that a `CrossShardOptimizer`
   wraps, which raises a `ValueError` if there is not one rate for each of its
-  groups. In an update, the schedule returns the rate of the replica's group, at
-  the step that this group has reached. Outside replicas, for example for
-  `optimizer.learning_rate` and Keras' callbacks, it returns the rate of group
-  0. The method `values` returns the rates of all groups.
+  models. In an update, the schedule returns the rate of the replica's model, at
+  the step that this model has reached. Outside replicas, for example for
+  `optimizer.learning_rate` and Keras' callbacks, it returns the rate of model
+  0. The method `values` returns the rates of all models.
 
   The numbers are variables that each step reads: `rates.assign([0.1, 0.2])`
   takes effect in the next step, and nothing is traced again. They are saved
   together with the optimizer. Under a `VectorizedStrategy`, a plain Keras
-  optimizer can have a PerModel, too: each model is a group.
+  optimizer can have a PerModel, too.
 
   >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, schedules
@@ -63,7 +63,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
     """Sets the rates.
 
     Args:
-      rates: One learning rate for each group, in the order of the groups. Each
+      rates: One learning rate for each model, in their order. Each
         is a number or a schedule of the same Keras version. A list may hold
         both.
 
@@ -73,7 +73,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
     """
     if not isinstance(rates, Iterable) or not (rates := list(rates)):
       raise ValueError(
-        "`rates` must be a list with one learning rate for each group; got"
+        "`rates` must be a list with one learning rate for each model; got"
         f" {rates!r}. Use for example [0.1, 0.01]."
       )
     checked = [self._checked(rate) for rate in rates]
@@ -90,7 +90,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
 
   @property
   def rates(self) -> list[Any]:
-    """The present number, or the schedule, of each group."""
+    """The present number, or the schedule, of each model."""
     return [
       number if schedule is None else schedule
       for number, schedule in zip(
@@ -99,17 +99,17 @@ class PerModel(tf.__internal__.tracking.Trackable):
     ]
 
   def assign(self, rates: Iterable[float]) -> None:
-    """Sets the learning rates of all groups, from the next step on.
+    """Sets the learning rates of all models, from the next step on.
 
     Nothing is traced again. Call it eagerly, between two steps; on several
     machines, all workers call it with the same numbers.
 
     Args:
-      rates: A number for each group.
+      rates: A number for each model.
 
     Raises:
       TypeError: If a rate is not a number, or if this PerModel holds schedules.
-      ValueError: If there is not one number for each group.
+      ValueError: If there is not one number for each model.
     """
     if any(self._schedules):
       raise TypeError(
@@ -123,7 +123,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
     if len(rates) != len(self._schedules):
       raise ValueError(
         f"`rates` must contain {len(self._schedules)} numbers, one for each"
-        f" group; got {rates}."
+        f" model; got {rates}."
       )
     self.numbers.assign(rates)
 
@@ -153,13 +153,13 @@ class PerModel(tf.__internal__.tracking.Trackable):
 
   @tf.autograph.experimental.do_not_convert
   def __call__(self, step: Any) -> tf.Tensor:
-    """Returns the rate of the calling replica's group.
+    """Returns the rate of the calling replica's model.
 
     Args:
       step: The number of applied steps: an integer tensor, variable or number.
 
     Returns:
-      A scalar of Keras' `floatx`. Outside replicas, it is the rate of group 0,
+      A scalar of Keras' `floatx`. Outside replicas, it is the rate of model 0,
       or of the group that `as_group` sets.
 
     Raises:
@@ -209,18 +209,18 @@ class PerModel(tf.__internal__.tracking.Trackable):
     return None
 
   def values(self, step: Any) -> list[float]:
-    """Returns the rates of all groups at a step.
+    """Returns the rates of all models at a step.
 
     Call it eagerly, outside `tf.function`. The result includes what `assign`
     and callbacks such as `PerModelReduceLROnPlateau` have changed.
 
     Args:
-      step: The number of applied steps. Groups that skip steps may be at
+      step: The number of applied steps. Models that skip steps may be at
         different steps: see `Models.values` of
         `optimizer.iterations`.
 
     Returns:
-      One number for each group.
+      One number for each model.
     """
     return [
       float(rate(step)) if callable(rate) else rate for rate in self.rates
@@ -239,7 +239,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
     return cls(deserialize(r) if isinstance(r, dict) else r for r in rates)
 
 
-def _per_groups(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
+def _schedules_in(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
   """Yields every PerModel in a learning rate, or in a list of learning rates.
 
   A schedule (of the class `schedule`) may be a PerModel, or call one, as a
@@ -251,7 +251,7 @@ def _per_groups(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
     rate = [part for part in vars(rate).values() if part is not rate]
   if isinstance(rate, (list, tuple)):
     for part in rate:
-      yield from _per_groups(part, schedule)
+      yield from _schedules_in(part, schedule)
 
 
 def check_rates(
@@ -259,14 +259,14 @@ def check_rates(
 ) -> None:
   """Raises `ValueError` for a `PerModel` that does not fit the groups.
 
-  `rate` is one learning rate, or a list, as for `_per_groups`.
+  `rate` is one learning rate, or a list, as for `_schedules_in`.
   """
-  for per_group in _per_groups(rate, schedule):
-    if len(per_group.rates) != groups.num_groups:
+  for found in _schedules_in(rate, schedule):
+    if len(found.rates) != groups.num_groups:
       raise ValueError(
         "`rates` of PerModel must contain one learning rate for each of the"
-        f" {groups.num_groups} groups {groups.to_lists()}; got"
-        f" {len(per_group.rates)}: {per_group.rates}. Change `rates` or"
+        f" {groups.num_groups} models (groups {groups.to_lists()}); got"
+        f" {len(found.rates)}: {found.rates}. Change `rates` or"
         " `group_assignment`."
       )
 
@@ -284,8 +284,8 @@ def create_rates(optimizer: Optimizer, package: str) -> None:
   """Creates the variables of every `PerModel` in `optimizer`."""
   for nested in nested_lib.nested_optimizers(optimizer):
     rates = keras_private.rates_and_schedules(nested)
-    for per_group in _per_groups(rates, schedule_class(package)):
-      per_group.create(keras_private.strategy(nested))
+    for found in _schedules_in(rates, schedule_class(package)):
+      found.create(keras_private.strategy(nested))
 
 
 def rates_of(optimizer: Optimizer) -> PerModel | None:

@@ -1,6 +1,6 @@
-"""Settings of the wrapped optimizer that differ between groups.
+"""Settings of the wrapped optimizer that differ between models.
 
-    groups              0      1      2
+    models              0      1      2
     weight_decay      0.0    0.01    0.1      [num_groups], a variable
 
 While a replica applies sums, the attribute of the wrapped optimizer (such as
@@ -122,7 +122,7 @@ class PerModelSettings:
       if len(values) != groups.num_groups:
         raise ValueError(
           "`per_model` must have a number for each of the"
-          f" {groups.num_groups} groups {groups.to_lists()};"
+          f" {groups.num_groups} models (groups {groups.to_lists()});"
           f" {name!r} is {values}."
         )
       if name not in settings_lib.LIMITS:
@@ -196,8 +196,8 @@ def _check_setting(
   if name in _NOT_IN_UPDATE:
     raise ValueError(
       f"`per_model` contains {name!r}: {values}, but only settings that"
-      f" {kind} reads in its update can differ between groups. Pass"
-      f" {kind}({name}=...): this setting has one value for all groups."
+      f" {kind} reads in its update can differ between models. Pass"
+      f" {kind}({name}=...): this setting has one value for all models."
     )
   if name not in vars(optimizer):
     known = [
@@ -214,7 +214,7 @@ def _check_setting(
     raise ValueError(
       f"`per_model` contains {name!r}, but {kind}.{name} is"
       f" {setting!r}, and only numeric settings of `opt` can differ between"
-      " groups. Set"
+      " models. Set"
       f" {kind}({name}=...) to one of the numbers in `per_model`."
     )
   # If the setting is 0, Keras creates no slot (momentum), or traces no

@@ -213,13 +213,13 @@ def _check_limit(name: str, limit: Any) -> None:
 
 
 def _as_per_model(numbers: Any) -> dict[str, list[float]] | None:
-  """Returns lists with a number for each group, by the names of settings."""
+  """Returns lists with a number for each model, by the names of settings."""
   try:
     found = {str(k): list(map(float, v)) for k, v in (numbers or {}).items()}
   except (AttributeError, TypeError, ValueError) as error:
     raise ValueError(
       "`per_model` must map each setting name to a list with one number"
-      f' per group, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
+      f' per model, such as {{"weight_decay": [0.0, 0.1]}}; got {numbers!r}.'
     ) from error
   for name, values in found.items():
     if any(map(math.isnan, values)):
