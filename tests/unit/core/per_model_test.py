@@ -206,7 +206,7 @@ class TestBinding:
   def test_another_number_of_rates(self) -> None:
     with testbed.mirrored().scope():
       sgd = keras.optimizers.SGD(schedules.PerModel([1.0, 2.0, 3.0]))
-      with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
+      with pytest.raises(ValueError, match=r"`rates` .* 2 models .* got 3"):
         tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
 
   def test_no_wrapper(self) -> None:
@@ -241,7 +241,7 @@ class TestBinding:
         "sgd", group_assignment=STRIDED
       )
       optimizer.build([weight])
-    with pytest.raises(ValueError, match=r"`rates` .* 2 groups .* got 3"):
+    with pytest.raises(ValueError, match=r"`rates` .* 2 models .* got 3"):
       optimizer.learning_rate = schedules.PerModel([1.0, 2.0, 3.0])
     assert float(optimizer.learning_rate.numpy()) == np.float32(0.01)
     optimizer.learning_rate = schedules.PerModel([1.0, 2.0])
