@@ -140,7 +140,8 @@ def test_a_group_that_skips_a_step_stays_at_its_rate(
   )
   grads = np.array([[1.0, np.nan, 2.0, 1.0], [1.0, 1.0, 2.0, 4.0]], "f")
   training.train([weight], optimizer, [grads], strategy=ENGINES[engine]())
-  assert Models(optimizer=optimizer).values(optimizer.iterations) == [2, 1]
+  counts = Models(optimizer=optimizer).values(optimizer.iterations)
+  assert counts.tolist() == [2, 1]
   # 3 * (0.5 + 0.25), and 5 * 8 after the step that was left out
   assert testbed.copies(weight) == [-2.25, -40.0, -2.25, -40.0]
   assert rates.values(1) == [0.25, 4.0]
