@@ -76,7 +76,7 @@ class Task:
   def suggest(self, trial: Any) -> dict[str, float]:
     found = {"learning_rate": trial.suggest_float("rate", 1e-4, 0.3, log=True)}
     if self.has_dropout:
-      found["dropout"] = trial.suggest_float("dropout", 0.0, 0.5)
+      found["dropout/rate"] = trial.suggest_float("dropout", 0.0, 0.5)
     return found
 
   def study(self) -> optuna.Study:
@@ -103,7 +103,7 @@ def stream(task: Task, models: int) -> tuple[int, int, float]:
     study, task.suggest, trials=task.trials, epochs=task.epochs
   )
   with VectorizedStrategy(models).scope():
-    model = task.network(lambda: layers.GroupDropout(search.value("dropout")))
+    model = task.network(lambda: layers.TunableDropout(0.5, name="dropout"))
     adam = keras.optimizers.Adam(0.01)
     model.compile(CrossShardOptimizer(adam), "mse")
   model.fit(
@@ -132,7 +132,7 @@ def plain_fits(task: Task) -> tuple[int, int, float]:
 
   def objective(trial: Any) -> float:
     settings = task.suggest(trial)
-    model = task.network(lambda: keras.layers.Dropout(settings["dropout"]))
+    model = task.network(lambda: keras.layers.Dropout(settings["dropout/rate"]))
     model.compile(keras.optimizers.Adam(settings["learning_rate"]), "mse")
     history = model.fit(
       task.train,

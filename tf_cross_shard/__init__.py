@@ -39,7 +39,6 @@ from tf_cross_shard import (
 from tf_cross_shard._src.local_strategy import local_strategy
 from tf_cross_shard.groups import Groups
 from tf_cross_shard.models import Models
-from tf_cross_shard.schedules import per_group
 from tf_cross_shard.towers import ModeKeys, TowerSpec, replicate_model_fn
 
 if _typing.TYPE_CHECKING:  # For editors: the common base class.
@@ -76,7 +75,6 @@ __all__ = [
   "local_strategy",
   "migration",
   "models",
-  "per_group",
   "per_model",
   "replicate_model_fn",
   "schedules",

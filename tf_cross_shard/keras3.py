@@ -25,17 +25,17 @@ from tf_cross_shard._src.core.keras3.classes import (
 )
 from tf_cross_shard._src.layers.keras3 import (
   Embedding,
-  GroupDropout,
   SyncBatchNormalization,
+  TunableDropout,
 )
 from tf_cross_shard._src.towers.keras3 import TowerOptimizer
 
 __all__ = [
   "CrossShardOptimizer",
   "Embedding",
-  "GroupDropout",
   "PerModel",
   "SyncBatchNormalization",
+  "TunableDropout",
   "TowerOptimizer",
 ]
 __dir__ = _catalogue.publish(globals())

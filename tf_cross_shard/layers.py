@@ -1,10 +1,10 @@
-"""Keras layers for embedding tables and for groups.
+"""Keras layers for embedding tables, for groups and for searches.
 
 - `Embedding`: Keras' layer, but it reads only the rows that a batch looks up
 - `embedding_lookup`: the lookup of `Embedding` as a function, for your own
   layers
-- `GroupDropout`: dropout with a rate for each group
 - `SyncBatchNormalization`: batch normalization over each group's batch
+- `TunableDropout`: dropout whose rate is a weight
 
 The layers subclass those of `tf.keras`. `tf_cross_shard.keras3` and
 `tf_cross_shard.tf_keras` have the versions for Keras 3 and tf_keras.
@@ -22,20 +22,20 @@ from tf_cross_shard._src.layers.embedding_lookup import embedding_lookup
 if _versions.uses_tf_keras():
   from tf_cross_shard._src.layers.tf_keras import (
     Embedding,
-    GroupDropout,
     SyncBatchNormalization,
+    TunableDropout,
   )
 else:
   from tf_cross_shard._src.layers.keras3 import (
     Embedding,
-    GroupDropout,
     SyncBatchNormalization,
+    TunableDropout,
   )
 
 __all__ = [
   "Embedding",
-  "GroupDropout",
   "SyncBatchNormalization",
+  "TunableDropout",
   "embedding_lookup",
 ]
 __dir__ = _catalogue.publish(globals())

@@ -1,8 +1,6 @@
-"""Learning rates and other numbers that differ between groups.
+"""Learning rates that differ between models.
 
-- `PerModel`: a learning rate schedule with one learning rate for each group
-- `per_group`: returns the value for the group of the calling replica
-- `as_group`: a context in which `per_group` returns one group's value
+- `PerModel`: a learning rate schedule with one learning rate for each model
 
 `PerModel` subclasses the schedule class of `tf.keras`.
 `tf_cross_shard.keras3.PerModel` and `tf_cross_shard.tf_keras.PerModel` are the
@@ -22,12 +20,11 @@ Try four learning rates in one `fit`, one in each group:
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.core import versions as _versions
-from tf_cross_shard._src.core.group_context import as_group, per_group
 
 if _versions.uses_tf_keras():
   from tf_cross_shard._src.core.tf_keras.classes import PerModel
 else:
   from tf_cross_shard._src.core.keras3.classes import PerModel
 
-__all__ = ["PerModel", "as_group", "per_group"]
+__all__ = ["PerModel"]
 __dir__ = _catalogue.publish(globals())

@@ -26,17 +26,17 @@ from tf_cross_shard._src.core.tf_keras.classes import (
 )
 from tf_cross_shard._src.layers.tf_keras import (
   Embedding,
-  GroupDropout,
   SyncBatchNormalization,
+  TunableDropout,
 )
 from tf_cross_shard._src.towers.tf_keras import TowerOptimizer
 
 __all__ = [
   "CrossShardOptimizer",
   "Embedding",
-  "GroupDropout",
   "PerModel",
   "SyncBatchNormalization",
+  "TunableDropout",
   "TowerOptimizer",
 ]
 __dir__ = _catalogue.publish(globals())

@@ -90,7 +90,7 @@ def test_repr_has_what_differs_from_defaults(home: Any, its_keras: Any) -> None:
 
 
 @pytest.mark.parametrize(("home", "its_keras"), KERAS)
-def test_a_rate_per_group(home: Any, its_keras: Any) -> None:
+def test_a_rate_per_model(home: Any, its_keras: Any) -> None:
   decay = its_keras.optimizers.schedules.CosineDecay(0.5, 10)
   assert repr(home.PerModel([0.5, decay])) == "PerModel([0.5, CosineDecay])"
 

@@ -1,4 +1,4 @@
-"""Values per group: learning rates, and any other number.
+"""Learning rates by model.
 
 Each group is compared with plain Keras, which trains with the group's learning
 rate on the group's concatenated batch.
@@ -22,7 +22,6 @@ from tests.support import testbed, training
 from tf_cross_shard import (
   Models,
   VectorizedStrategy,
-  per_group,
   schedules,
 )
 
@@ -386,7 +385,6 @@ class TestModels:
     rate = strategy.run(tf.function(lambda: rates(0)))
     found = strategy.experimental_local_results(rate)
     assert list(map(float, found)) == [0.5, 0.25, 1.0]
-    assert per_group_values(strategy) == [1, 2, 3]
 
   @pytest.mark.parametrize("library", [keras, tf_keras])
   def test_a_plain_optimizer_restores_its_rates(
@@ -417,111 +415,3 @@ class TestModels:
     strategy = VectorizedStrategy(3)
     with pytest.raises(ValueError, match=r"each of the 3 models .* got 2"):
       strategy.run(lambda: rates(0))
-
-
-def per_group_values(strategy: Any) -> list[int]:
-  """Returns what replicas get by `per_group` without groups."""
-  found = strategy.run(tf.function(lambda: per_group([1, 2, 3])))
-  return list(map(int, strategy.experimental_local_results(found)))
-
-
-class TestPerModel:
-  def test_groups_of_the_optimizer(self) -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
-    with pytest.raises(ValueError, match="`groups` is None, but no Cross"):
-      per_group_values(strategy)
-
-    def make(groups: Any) -> Any:
-      with strategy.scope():
-        return tf_cross_shard.CrossShardOptimizer(
-          "sgd", group_assignment=groups
-        )
-
-    first = make([[2], [0], [1]])
-    assert per_group_values(strategy) == [2, 3, 1]
-    with pytest.raises(
-      ValueError, match=r"`groups` is \[\[0\], .* has the groups \[\[2\]"
-    ):
-      strategy.run(lambda: per_group([1, 2, 3], [[0], [1], [2]]))
-    second = make([[0], [1], [2]])
-    with pytest.raises(ValueError, match=r"different groups: .* Pass `groups`"):
-      per_group_values(strategy)
-    found = strategy.run(lambda: per_group([1, 2, 3], second))
-    assert list(map(int, strategy.experimental_local_results(found))) == [
-      *(1, 2, 3),
-    ]
-    del first
-    assert per_group_values(strategy) == [1, 2, 3]
-
-  @pytest.mark.parametrize(
-    ("engine", "values", "dtype"),
-    [
-      ("mirrored", [0.1, 0.2], tf.float32),
-      ("virtual", [7, 9], tf.int32),
-      ("virtual", np.array([[1, 2], [3, 4]]), tf.int64),
-      ("mirrored", np.array([0.1, 0.2]), tf.float64),
-    ],
-  )
-  def test_rows(self, engine: str, values: Any, dtype: tf.DType) -> None:
-    strategy = ENGINES[engine]()
-    # XLA's replicas return at most what TPUs have.
-    found = strategy.run(tf.function(lambda: per_group(values, STRIDED)))
-    results = strategy.experimental_local_results(found)
-    assert len(results) == testbed.REPLICAS
-    for i, result in enumerate(results):
-      assert result.dtype == dtype
-      right = tf.constant(values)[i % 2]
-      np.testing.assert_array_equal(result.numpy(), right.numpy())
-
-  @pytest.mark.parametrize("engine", list(ENGINES))
-  def test_inside_a_condition(self, engine: str) -> None:
-    strategy = ENGINES[engine]()
-    with strategy.scope():
-      optimizer = tf_cross_shard.CrossShardOptimizer(
-        "sgd", group_assignment=STRIDED
-      )
-
-    @tf.function
-    def run(is_on: tf.Tensor) -> Any:
-      return strategy.run(
-        lambda: tf.cond(
-          is_on, lambda: per_group([3, 4], optimizer), lambda: tf.constant(0)
-        )
-      )
-
-    results = testbed.per_replica_results(strategy, run(tf.constant(True)))
-    assert results == [3, 4, 3, 4]
-
-  def test_one_replica(self) -> None:
-    assert float(per_group([0.5], [[0]])) == 0.5
-    optimizer = tf_cross_shard.CrossShardOptimizer("sgd")
-    assert int(per_group([5], optimizer)) == 5
-
-  def test_errors(self) -> None:
-    with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(3,\)"):
-      per_group([1, 2, 3], STRIDED)
-    with pytest.raises(ValueError, match=r"`values` .* 2 groups .* \(\)"):
-      per_group(1, STRIDED)
-    with pytest.raises(ValueError, match=r"`groups` holds 4 .* no strategy"):
-      per_group([1, 2], STRIDED)
-    with pytest.raises(
-      ValueError, match=r"`groups` is None, but no .* no strategy"
-    ):
-      per_group([1, 2])
-
-  def test_outside_of_replicas(self) -> None:
-    """The value of group 0, or that of `as_group`."""
-    with testbed.mirrored().scope():
-      assert int(per_group([1, 2], STRIDED)) == 1
-      with schedules.as_group(1):
-        assert int(per_group([1, 2], STRIDED)) == 2
-    with schedules.as_group(1):
-      assert int(per_group([1, 2], STRIDED)) == 2
-    with testbed.mirrored().scope():
-      rates = schedules.PerModel([0.5, 0.25])
-      sgd = tf.keras.optimizers.SGD(rates)
-      tf_cross_shard.CrossShardOptimizer(sgd, group_assignment=STRIDED)
-    for group in (1, tf.Variable(1)):
-      with schedules.as_group(group):
-        assert float(rates(0)) == 0.25
-    assert float(rates(0)) == 0.5

@@ -86,8 +86,6 @@ def test_rates_in_the_logs_and_in_the_schedule() -> None:
   assert history["learning_rate/model_0"] == [0.5, 0.5, 0.25]
   assert history["learning_rate/model_1"] == [0.25, 0.25, 0.125]
   assert rates.values(0) == lower.learning_rates == [0.125, 0.0625]
-  with schedules.as_group(1):
-    assert float(rates(0)) == 0.0625
 
 
 def test_rates_under_loss_scaling() -> None:

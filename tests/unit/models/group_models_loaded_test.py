@@ -75,7 +75,7 @@ def _save_winner(library: str, folder: pathlib.Path) -> dict[str, Any]:
         home.Input((2,), dtype="int32"),
         package.Embedding(8, 3),
         package.SyncBatchNormalization(PAIRS),
-        package.GroupDropout([0.0, 0.25], PAIRS, name="dropout"),
+        package.TunableDropout(0.25, name="dropout"),
         home.layers.Dense(1),
       ]
     )

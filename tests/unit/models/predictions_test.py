@@ -10,11 +10,8 @@ import tensorflow as tf
 from tests.support import callback_cases as cases
 from tests.support import replica_state_cases, testbed, training
 from tf_cross_shard import (
-  CrossShardOptimizer,
   Models,
   VectorizedStrategy,
-  per_group,
-  schedules,
 )
 
 X = np.random.default_rng(1).normal(size=(7, 3)).astype("float32")
@@ -107,27 +104,6 @@ def test_models_that_keras_cannot_clone(said: list[str]) -> None:
   for x in (X[:0], tf.data.Dataset.from_tensors(X).repeat()):
     with pytest.raises(ValueError, match="`x` must be of one row at least"):
       Models(model, optimizer).predict(x)
-
-
-def test_layers_that_call_per_group_can_be_loaded() -> None:
-  @tf.keras.utils.register_keras_serializable()
-  class Scale(tf.keras.layers.Layer):  # type: ignore[misc]
-    def call(self, x: Any) -> Any:
-      return x * per_group([2.0, 3.0], cases.PAIR)
-
-  with testbed.mirrored(2).scope():
-    inputs = tf.keras.Input((3,))
-    hidden = tf.keras.layers.Dense(2, kernel_initializer="ones")(inputs)
-    model = tf.keras.Model(inputs, Scale()(hidden))
-    optimizer = CrossShardOptimizer("sgd", group_assignment=cases.PAIR)
-  plain = Models(model, optimizer)[1]
-  sums = np.repeat(X.sum(1, keepdims=True), 2, axis=1)
-  with schedules.as_group(1):
-    np.testing.assert_allclose(plain(X), 3 * sums, rtol=1e-5)
-  found = Models(model, optimizer).predict(X)
-  np.testing.assert_allclose(found, [2 * sums, 3 * sums], rtol=1e-5)
-  with pytest.raises(ValueError, match=r"schedules\.as_group"):
-    plain(X)
 
 
 @pytest.mark.parametrize("where", ["models", "mirrored"])

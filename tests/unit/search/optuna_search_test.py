@@ -13,7 +13,7 @@ import optuna
 import pytest
 import tensorflow as tf
 
-from tests.support import replica_state_cases, testbed
+from tests.support import programs, replica_state_cases, testbed
 from tf_cross_shard import (
   CrossShardOptimizer,
   Models,
@@ -64,7 +64,7 @@ def suggest(trial: optuna.Trial) -> dict[str, float]:
   return {
     "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e6, log=True),
     "beta_1": trial.suggest_float("beta_1", 0.0, 0.99),
-    "dropout": trial.suggest_float("dropout", 0.0, 0.9),
+    "dropout/rate": trial.suggest_float("dropout", 0.0, 0.9),
   }
 
 
@@ -88,11 +88,14 @@ def strategies() -> dict[str, Callable[[], Any]]:
   }
 
 
-def grouped(search: Any, strategy: Any, dropout: Any = None) -> Any:
-  """Returns a model of two groups, whose settings the search changes."""
-  make = dropout or (lambda: layers.GroupDropout(search.value("dropout")))
+def tunable() -> Any:
+  return layers.TunableDropout(0.5, name="dropout")
+
+
+def grouped(strategy: Any, dropout: Callable[[], Any] = tunable) -> Any:
+  """Returns a model of two groups, whose settings a search changes."""
   with strategy.scope():
-    model = network(make)
+    model = network(dropout)
     adam = keras.optimizers.Adam(0.5, epsilon=1e-3)
     singles = groups.singletons(2)
     model.compile(CrossShardOptimizer(adam, group_assignment=singles), "mse")
@@ -162,7 +165,7 @@ def test_each_trial_equals_a_plain_fit(
   traces = []
 
   def dropout() -> Any:
-    made = layers.GroupDropout(search.value("dropout"))
+    made = tunable()
     call = made.call
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -173,7 +176,7 @@ def test_each_trial_equals_a_plain_fit(
     return made
 
   is_mirrored = kind == "mirrored"
-  model = grouped(search, strategies()[kind](), dropout)
+  model = grouped(strategies()[kind](), dropout)
   run(search, model, is_mirrored=is_mirrored)
   count = len(traces)
   assert search.most_epochs == 5 * EPOCHS
@@ -205,7 +208,7 @@ def test_groups_begin_as_they_were() -> None:
   one = {**SETTINGS[0], "dropout": 0.0}
   study = make_study([one] * 4)
   search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   [kernel, *_] = model.trainable_variables
   start = kernel.numpy()
   replica_state_cases.spread(kernel, [start * (1 + i) for i in range(2)])
@@ -227,7 +230,7 @@ def test_pruned_and_failed_trials_make_room() -> None:
   study = make_study(settings, pruner=Pruner())
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
 
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   epochs = run(search, model)
   states = [trial.state.name for trial in study.trials]
   assert states == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE"]
@@ -241,7 +244,7 @@ def test_pruned_and_failed_trials_make_room() -> None:
 def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
   study = make_study()
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   judge = callbacks.PerModelMetrics(VALIDATION, ensemble=False)
   model.fit(data(), epochs=4, verbose=0, callbacks=[judge, search])
   [message] = [m for m in caplog.messages if "before the search" in m]
@@ -260,7 +263,7 @@ def start(folder: pathlib.Path, every: Any, *others: Any) -> tuple[Any, Any]:
     load_if_exists=True,
   )
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   backup = callbacks.BackupAndRestore(
     folder / "backup", every=every, delete_checkpoint=False
   )
@@ -355,7 +358,7 @@ def test_two_searches_share_a_study(tmp_path: pathlib.Path) -> None:
     search = callbacks.OptunaSearch(
       study, suggest, trials=trials, epochs=EPOCHS, folder=folder
     )
-    model = grouped(search, VectorizedStrategy(2))
+    model = grouped(VectorizedStrategy(2))
     run(search, model)
   assert [t.state for t in study.trials] == [State.COMPLETE] * 5
   best = search.best_model()
@@ -363,48 +366,212 @@ def test_two_searches_share_a_study(tmp_path: pathlib.Path) -> None:
   loss = best.evaluate(*VALIDATION, verbose=0)
   assert loss == pytest.approx(study.best_value, 1e-5)
   path = folder / f"trial_{study.best_trial.number}.npz"
-  plain = network(lambda: keras.layers.Dropout(0.5))
+  plain = network(tunable)
   Models.read(path, 0, plain)
   plain.compile(loss="mse")
   assert plain.evaluate(*VALIDATION, verbose=0) == pytest.approx(loss, 1e-6)
 
 
-class Scale(keras.layers.Layer):  # type: ignore[misc]
-  """A layer of the user's, which reads a setting in its call."""
+CHOICE = """
+@keras.saving.register_keras_serializable()
+class Choice(keras.layers.Layer):
+  def build(self, shape):
+    self.activation = self.add_weight(
+      shape=(), initializer="zeros", trainable=False, name="activation"
+    )
 
-  def __init__(self, read: Callable[[], Any]) -> None:
-    super().__init__()
-    self._read = read
+  def call(self, x):
+    values = tf.stack([tf.nn.relu(x), tf.nn.tanh(x), tf.nn.gelu(x)])
+    return tf.gather(values, tf.cast(self.activation, "int32"))
+"""
+LOAD = f"""
+import sys, keras, numpy as np, tensorflow as tf
+{CHOICE}
+model = keras.models.load_model("best.keras")
+x = np.load("x.npy")
+np.testing.assert_allclose(model(x), np.load("right.npy"), rtol=1e-5, atol=1e-6)
+model.compile("sgd", "mse")
+model.fit(x, x[:, :1], verbose=0)
+assert "tf_cross_shard" not in sys.modules
+print(float(model.layers[1].activation), model.layers[2].rate)
+"""
 
-  def call(self, x: Any) -> Any:
-    return x * (1.0 - self._read() / 2)
 
+def test_the_winner_keeps_its_choice_in_a_new_process(
+  tmp_path: pathlib.Path,
+) -> None:
+  """Both settings are weights; the best trial is not the last of its model."""
+  names: dict[str, Any] = {"keras": keras, "tf": tf}
+  exec(CHOICE, names)
 
-def test_layers_of_the_user_read_settings() -> None:
+  def build(dropout: Any) -> Any:
+    keras.utils.set_random_seed(1)
+    hidden = [keras.layers.Dense(8), names["Choice"](), dropout]
+    return keras.Sequential([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
+
+  settings = [
+    {"activation": choice, "rate": rate}
+    for choice, rate in [(2, 0.125), (0, 0.75), (1, 0.0), (0, 0.5)]
+  ]
   study = make_study([])
   search = callbacks.OptunaSearch(
-    *(study, lambda trial: {"scale": 0.5 + trial.number}), trials=3, epochs=1
+    study,
+    lambda t: dict(settings[t.number % 4]),
+    **{"trials": 4, "epochs": 2},
   )
-  strategy = VectorizedStrategy(2)
-  model = grouped(
-    search, strategy, lambda: Scale(lambda: search.value("scale"))
-  )
-  model.fit(
-    data(),
-    validation_data=VALIDATION,
-    epochs=9,
-    verbose=0,
-    callbacks=[callbacks.PerModelMetrics(), search],
-  )
+  with VectorizedStrategy(2).scope():
+    model = build(layers.TunableDropout(0.5, seed=1))
+    model.compile("sgd", "mse")
+  run(search, model)
   found = []
-  for i in range(3):
-    plain = network(lambda i=i: Scale(lambda: 0.5 + i))
-    adam = keras.optimizers.Adam(0.5, epsilon=1e-3)
-    plain.compile(adam, "mse", run_eagerly=True)
-    plain.fit(data(), verbose=0)
+  for each in settings:
+    plain = build(keras.layers.Dropout(0.5, seed=1))
+    plain.layers[1].activation.assign(each["activation"])
+    plain.layers[2].rate = each["rate"]
+    plain.compile("sgd", "mse")
+    plain.fit(data(), epochs=2, verbose=0)
     found.append(plain.evaluate(*VALIDATION, verbose=0))
-  values = [trial.value for trial in study.trials]
+  values = [trial.intermediate_values[1] for trial in study.trials]
   np.testing.assert_allclose(values, found, rtol=1e-5)
+  best = search.best_model()
+  best.save(tmp_path / "best.keras")
+  best.compile(loss="mse")
+  loss = best.evaluate(*VALIDATION, verbose=0)
+  assert loss == pytest.approx(study.best_value, 1e-5)
+  np.save(tmp_path / "x.npy", X)
+  np.save(tmp_path / "right.npy", best(X))
+  output = programs.run(["-c", LOAD], tmp_path)
+  choice, rate = settings[study.best_trial.number].values()
+  assert output.splitlines()[-1] == f"{float(choice)} {rate}"
+
+
+def ending(error: BaseException, at: int) -> tuple[Any, Any]:
+  """Returns a study and a search; the trial `at` of `suggest` raises."""
+
+  def suggest(trial: optuna.Trial) -> dict[str, float]:
+    rate = trial.suggest_float("rate", 1e-3, 0.1)
+    if trial.number == at:
+      raise error
+    return {"learning_rate": rate}
+
+  study = make_study([])
+  return study, callbacks.OptunaSearch(study, suggest, trials=6, epochs=1)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_suggest_prunes(at: int) -> None:
+  study, search = ending(optuna.TrialPruned("a duplicate"), at)
+  run(search, grouped(VectorizedStrategy(2)))
+  states = [trial.state for trial in study.trials]
+  assert states.count(State.PRUNED) == 1
+  assert states.count(State.COMPLETE) == 5
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_error_of_suggest_leaves_no_trial_running(
+  error: BaseException, at: int
+) -> None:
+  study, search = ending(error, at)
+  with pytest.raises(type(error)):
+    run(search, grouped(VectorizedStrategy(2)))
+  states = [trial.state for trial in study.trials]
+  assert states == [State.COMPLETE] * (at - 1) + [State.FAIL] * 2
+
+
+def test_suggest_prunes_everything() -> None:
+  def suggest(trial: Any) -> Any:
+    raise optuna.TrialPruned
+
+  search = callbacks.OptunaSearch(make_study([]), suggest, trials=2, epochs=1)
+  with pytest.raises(ValueError, match="TrialPruned for 1000 trials in a row"):
+    run(search, grouped(VectorizedStrategy(2)))
+
+
+def test_an_error_elsewhere_ends_with_the_next_fit() -> None:
+  study = make_study()
+  search = callbacks.OptunaSearch(study, suggest, trials=2, epochs=EPOCHS)
+  model = grouped(VectorizedStrategy(2))
+  with pytest.raises(Killed):
+    run(search, model, Kill(2, is_at_end=False))
+  run(search, model)
+  states = [trial.state for trial in study.trials[:4]]
+  assert states == [State.FAIL] * 2 + [State.COMPLETE] * 2
+
+
+def test_a_search_that_is_started_again(
+  caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+) -> None:
+  """It trains nothing until there are more trials, in a new process, too."""
+
+  def suggest(trial: optuna.Trial) -> dict[str, float]:
+    return {"learning_rate": trial.suggest_float("rate", 1e-3, 0.1)}
+
+  study = make_study([])
+  model = grouped(VectorizedStrategy(2))
+  for trials, expected in (2, 2), (2, 2), (3, 3):
+    search = callbacks.OptunaSearch(
+      study, suggest, trials=trials, epochs=1, folder=tmp_path / "best"
+    )
+    backup = callbacks.BackupAndRestore(tmp_path / "backup")
+    for _ in range(2):
+      before = model.get_weights()
+      count = len(study.trials)
+      run(search, model, backup)
+      assert len(study.trials) == expected
+      said = "To add trials, give it a larger" in caplog.text
+      assert said == (count == expected)
+      caplog.clear()
+      if said:
+        np.testing.assert_equal(model.get_weights(), before)
+      best = search.best_model()
+    best.compile(loss="mse")
+    loss = best.evaluate(*VALIDATION, verbose=0)
+    assert loss == pytest.approx(study.best_value, 1e-5)
+
+
+class PruneTheSecond(optuna.pruners.BasePruner):
+  def prune(self, study: Any, trial: Any) -> bool:
+    return trial.number == 1
+
+
+@pytest.mark.parametrize("kind", ["keras", "ours, 5 batches", "ours"])
+def test_a_trial_begins_with_its_own_window(kind: str) -> None:
+  """Trial 2 begins after epoch 0 of trial 1, while trial 0 goes on."""
+  rates = [0.1, 0.2, 0.3]
+  batches = data().take(6 if kind == "ours" else 5)
+
+  def sgd(rate: float, **options: Any) -> Any:
+    own = {"gradient_accumulation_steps": 2} if kind == "keras" else {}
+    wrapped = keras.optimizers.SGD(rate, **own)
+    steps = None if own else 2
+    return CrossShardOptimizer(wrapped, accumulate_steps=steps)
+
+  study = make_study(
+    [{"learning_rate": rate} for rate in rates], pruner=PruneTheSecond()
+  )
+  search = callbacks.OptunaSearch(
+    study,
+    lambda t: {"learning_rate": t.suggest_float("learning_rate", 0.01, 1)},
+    **{"trials": 3, "epochs": 3},
+  )
+  with VectorizedStrategy(2).scope():
+    model = network(tunable)
+    model.compile(sgd(0.1), "mse")
+  judge = callbacks.PerModelMetrics(VALIDATION, ensemble=False)
+  options = {"epochs": search.most_epochs, "callbacks": [judge, search]}
+  if kind == "ours, 5 batches":
+    with pytest.raises(ValueError, match=r"`accumulate_steps` .* does not div"):
+      model.fit(batches, verbose=0, **options)
+    assert {trial.state for trial in study.trials[:2]} == {State.FAIL}
+    return
+  model.fit(batches, verbose=0, **options)
+  plain = network(tunable)
+  plain.compile(sgd(0.3), "mse")
+  right = plain.fit(
+    batches, validation_data=VALIDATION, epochs=3, verbose=0
+  ).history["val_loss"]
+  np.testing.assert_allclose(values_of(study.trials[2]), right, rtol=1e-4)
 
 
 # Mistakes.
@@ -444,25 +611,26 @@ def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_settings() -> None:
-  """Wrong settings raise an error, and leave no trial in the state RUNNING."""
+  """Wrong settings raise an error before the first trial is asked for."""
   returned: list[Any] = [None]
   search = callbacks.OptunaSearch(
     make_study([]), lambda _: returned[0], trials=4, epochs=2
   )
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   for returned[0], words in (
     ([0.1], r"`suggest` must return a dictionary .*; got \[0.1\]"),
     ({"learning_rate": math.nan}, "dictionary of finite numbers"),
     ({"learning_rate": "0.1"}, "dictionary of finite numbers"),
-    ({"momentum_1": 0.5}, r"Nothing reads the setting 'momentum_1'"),
-    ({"beta1": 0.5, "dropout": 0}, r"did you mean 'beta_1'\?"),
+    ({"momentum_1": 0.5}, "Nothing has the name 'momentum_1' that `suggest`"),
+    ({"beta1": 0.5, "rate": 0}, r"did you mean 'beta_1'\?.*, .*dropout/rate\."),
+    ({"ate": 0}, r"did you mean 'rate'\?"),
+    ({"kernel": 0.5}, "Nothing has the name 'kernel'"),
     ({"weight_decay": 0.5}, "Adam.weight_decay is None"),
-    ({"beta_1": 0.5}, "reads search.value.'dropout'.*Add 'dropout' to"),
   ):
     search.study = make_study([])
     with pytest.raises(ValueError, match=words):
       run(search, model)
-    assert {trial.state for trial in search.study.trials} <= {State.FAIL}
+    assert not search.study.trials
 
 
 def test_settings_are_in_force_in_mixed_precision() -> None:
@@ -491,24 +659,24 @@ def test_other_names_in_a_later_trial() -> None:
   study = make_study([])
   search = callbacks.OptunaSearch(
     study,
-    lambda t: {"dropout": 0.5} | ({"beta_1": 0.5} if t.number else {}),
+    lambda t: {"rate": 0.5} | ({"beta_1": 0.5} if t.number else {}),
     trials=2,
     epochs=1,
   )
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   with pytest.raises(ValueError, match="the same names for each trial"):
     run(search, model)
 
 
 def test_other_callbacks() -> None:
   search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   with pytest.raises(ValueError, match="Remove PerModelEarlyStopping"):
     run(search, model, callbacks.PerModelEarlyStopping())
   search = callbacks.OptunaSearch(
     make_study(), suggest, trials=4, epochs=2, monitor="val_nothing"
   )
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   with pytest.raises(ValueError, match="has monitor='val_nothing'"):
     run(search, model)
 
@@ -516,7 +684,7 @@ def test_other_callbacks() -> None:
 def test_a_direction_that_keras_decides_otherwise() -> None:
   study = make_study([], direction="maximize")
   search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   with pytest.raises(ValueError, match=r"create_study\(direction='minimize'"):
     run(search, model)
   assert not study.trials
@@ -524,7 +692,7 @@ def test_a_direction_that_keras_decides_otherwise() -> None:
 
 def test_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
   search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   monkeypatch.setattr(agreement, "of_strategy", lambda _: object())
   with pytest.raises(NotImplementedError, match="let all processes share the"):
     run(search, model)
@@ -534,7 +702,7 @@ def test_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fewer_trials_than_groups() -> None:
   study = make_study()
   search = callbacks.OptunaSearch(study, suggest, trials=1, epochs=2)
-  model = grouped(search, VectorizedStrategy(2))
+  model = grouped(VectorizedStrategy(2))
   assert len(run(search, model)) == 2
   right, _ = plain_values(**SETTINGS[0])
   np.testing.assert_allclose(values_of(study.trials[0]), right[:2], rtol=1e-5)

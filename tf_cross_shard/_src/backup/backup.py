@@ -172,7 +172,8 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
       optimizer.build(self.model.trainable_variables)
     self._files = backup_files.BackupFiles(self._backup_dir, strategy)
     path = self._files.newest()
-    keras_fit.begin_at(self.model, None)
+    if not self.model.stop_training:  # A finished search has set it.
+      keras_fit.begin_at(self.model, None)
     self._epoch = self._batches = self._since = 0
     rates = nested_lib.rate_variables(optimizer)
     copies = self.state_of_groups().copies

@@ -159,8 +159,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
       step: The number of applied steps: an integer tensor, variable or number.
 
     Returns:
-      A scalar of Keras' `floatx`. Outside replicas, it is the rate of model 0,
-      or of the group that `as_group` sets.
+      A scalar of Keras' `floatx`. Outside replicas, it is the rate of model 0.
 
     Raises:
       RuntimeError: In a replica outside a step of a CrossShardOptimizer.

@@ -100,7 +100,6 @@ class GradientPipeline:
       int(engine.strategy.num_replicas_in_sync),
       engine.groups.group_size,
     )
-    group_context.register(engine)
     self.per_model = per_model_settings.PerModelSettings(
       settings.per_model, wrapped.base_optimizer, engine
     )

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_context
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement
@@ -47,7 +46,6 @@ class PlainEvaluator:
     self._data = data
     self._may_trace = may_trace
     self._programs: dict[int, Callable[[], Any]] = {}
-    self.group = tf.Variable(0, trainable=False, dtype=tf.int32)
 
   def evaluate(
     self, model: Any, key: str, one_batch: bool = False
@@ -56,10 +54,7 @@ class PlainEvaluator:
     workers = agreement.of_strategy(self._strategy)
     metrics: dict[str, Any] = {}
     if workers is None or workers.index == 0:
-      with (
-        variables_lib.outside_of_strategies(),
-        group_context.as_group(self.group),
-      ):
+      with variables_lib.outside_of_strategies():
         program = self._program(model)
         if program is None:
           batches = self._data.arguments(one_batch)
@@ -167,10 +162,8 @@ class TwinEvaluator:
     for i, key in enumerate(self._keys[:1] if one_batch else self._keys):
       if not one_batch:
         self._load(i)
-      self._evaluator.group.assign(i)
       metrics |= self._evaluator.evaluate(self._plain, key, one_batch)
     if self._mean is not None:
-      self._evaluator.group.assign(0)
       metrics |= self._evaluator.evaluate(self._mean, "ensemble", one_batch)
     return metrics
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_context
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.fit import keras_fit
 
@@ -19,10 +18,9 @@ def of_members(members: list[Any]) -> Callable[[Any], Any]:
 
   def predict(inputs: Any) -> Any:
     results = []
-    for i, member in enumerate(members):
-      with group_context.as_group(i):
-        outputs = member(inputs, training=False)
-        results.append((outputs, list(member.losses)))
+    for member in members:
+      outputs = member(inputs, training=False)
+      results.append((outputs, list(member.losses)))
     return tf.nest.map_structure(
       lambda *of_replicas: tf.add_n(of_replicas) / len(of_replicas), *results
     )
@@ -38,8 +36,7 @@ def of_models(model: Any) -> Callable[[Any], Any]:
     return model(inputs, training=False), list(model.losses)
 
   def predict(inputs: Any) -> Any:
-    # Each model is its own group again.
-    with group_context.as_group(None), strategy.scope():
+    with strategy.scope():
       results = strategy.run(of_one, args=(inputs,))
       return tf.nest.map_structure(
         lambda values: strategy.reduce("MEAN", values, axis=None), results

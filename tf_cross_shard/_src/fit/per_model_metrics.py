@@ -18,7 +18,6 @@ from typing import Any, Final
 from absl import logging
 
 from tf_cross_shard._src.core import (
-  group_context,
   optimizer_state,
   single_program,
 )
@@ -363,7 +362,7 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
     assert self._data is not None
     self._state = state = self.state_of_groups()
     has_ensemble = self._ensemble and state.groups.num_groups > 1
-    with variables_lib.outside_of_strategies(), group_context.as_group(0):
+    with variables_lib.outside_of_strategies():
       if self._of_models is None:
         self._evaluator = evaluators.TwinEvaluator(
           *(self.model, self.keys, self._data, state, self._twin, has_ensemble)

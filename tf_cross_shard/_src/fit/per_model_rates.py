@@ -1,4 +1,4 @@
-"""Reads and sets the learning rate of each group between epochs."""
+"""Reads and sets numbers of each model between epochs: learning rates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
@@ -34,29 +33,33 @@ def read(model: Any) -> list[float]:
   rates = per_model_lib.rates_of(model.optimizer)
   if rates is not None:
     return rates.values(step=0)  # They are numbers.
-  variable, copies, groups = _of_number(model)
+  [variable] = nested_lib.rate_variables(model.optimizer)
+  return read_variable(model, variable)
+
+
+def write(model: Any, rates: Sequence[float]) -> None:
+  per_model = per_model_lib.rates_of(model.optimizer)
+  if per_model is not None:
+    per_model.assign(rates)
+    return
+  [variable] = nested_lib.rate_variables(model.optimizer)
+  write_variable(model, variable, rates)
+
+
+def read_variable(model: Any, variable: Any) -> list[float]:
+  """Returns the number that each model has of a scalar variable."""
+  copies = replicas_lib.Copies(model.distribute_strategy)
+  groups = nested_lib.groups_of(model.optimizer, copies.engine.strategy)
   first = copies.read(variable, [members[0] for members in groups])
   return list(map(float, first))
 
 
-def write(model: Any, rates: Sequence[float]) -> None:
-  per_group = per_model_lib.rates_of(model.optimizer)
-  if per_group is not None:
-    per_group.assign(rates)
-    return
-  variable, copies, groups = _of_number(model)
+def write_variable(model: Any, variable: Any, row: Sequence[float]) -> None:
+  """Sets the number that each model has of a scalar variable."""
+  copies = replicas_lib.Copies(model.distribute_strategy)
+  groups = nested_lib.groups_of(model.optimizer, copies.engine.strategy)
   dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
   here = copies.engine.local_replicas
   copies.write(
-    variable, [np.asarray(rates[groups.index_of(r)], dtype) for r in here]
+    variable, [np.asarray(row[groups.index_of(r)], dtype) for r in here]
   )
-
-
-def _of_number(
-  model: Any,
-) -> tuple[Any, replicas_lib.Copies, groups_lib.Groups]:
-  """Returns the variable of a learning rate, its copies, and the groups."""
-  [variable] = nested_lib.rate_variables(model.optimizer)
-  copies = replicas_lib.Copies(model.distribute_strategy)
-  groups = nested_lib.groups_of(model.optimizer, copies.engine.strategy)
-  return variable, copies, groups

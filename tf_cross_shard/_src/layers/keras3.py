@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_cross_shard._src.layers import (
   embedding_lookup,
   group_batch_norm,
-  group_dropout,
+  tunable_dropout,
 )
 
 
@@ -47,8 +47,10 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @documented
-class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Dropout):
-  """Dropout with a rate for each group."""
+class TunableDropout(tunable_dropout.TunableDropoutBase, keras.layers.Dropout):
+  """Dropout whose rate is a weight."""
+
+  _no_autocast = "autocast"
 
   def _next_seed(self) -> tf.Tensor:
     return tf.cast(self.seed_generator.next(), tf.int32)

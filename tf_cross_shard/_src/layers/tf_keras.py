@@ -16,7 +16,7 @@ import tf_keras as keras
 from tf_cross_shard._src.layers import (
   embedding_lookup,
   group_batch_norm,
-  group_dropout,
+  tunable_dropout,
 )
 
 
@@ -53,8 +53,10 @@ class Embedding(embedding_lookup.RowLookup, keras.layers.Embedding):
 
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
 @documented
-class GroupDropout(group_dropout.GroupDropoutBase, keras.layers.Dropout):
-  """Dropout with a rate for each group."""
+class TunableDropout(tunable_dropout.TunableDropoutBase, keras.layers.Dropout):
+  """Dropout whose rate is a weight."""
+
+  _no_autocast = "experimental_autocast"
 
   def build(self, input_shape: Any) -> None:
     """Creates the state of the random numbers, as Keras 3 has it."""

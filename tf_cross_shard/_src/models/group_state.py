@@ -18,6 +18,7 @@ from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement, errors
+from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.models import archive, tracked
@@ -74,6 +75,8 @@ class GroupState:
     entries: The variables.
     copies: Reads and writes the values that replicas have of a variable.
     groups: The groups of the optimizer.
+    rates: The place among the model's layers of each `TunableDropout`, by the
+      name of its weight.
   """
 
   def __init__(
@@ -118,13 +121,18 @@ class GroupState:
     self.groups = nested_lib.groups_of(
       self.optimizer, self.copies.engine.strategy
     )
+    names_by_id = {
+      id(replicas_lib.native(entry.variable)): entry.name
+      for entry in self.entries
+    }
     self._trained = {}
     if with_optimizer:
-      names_by_id = {
-        id(replicas_lib.native(entry.variable)): entry.name
-        for entry in self.entries
-      }
       self._trained = tracked.trained(optimizer, model, names_by_id)
+    self.rates = {
+      names_by_id[id(replicas_lib.native(layer.rate))]: i
+      for i, layer in enumerate(keras_private.layers(model))
+      if type(layer).__name__ == "TunableDropout" and layer.built
+    }
 
   @property
   def seeds(self) -> list[str]:
@@ -334,7 +342,7 @@ def accept_values(optimizer: Any) -> None:
 def is_seed(name: str) -> bool:
   """Returns whether a variable is the state of a random number generator.
 
-  Keras' `SeedGenerator` and `layers.GroupDropout` give it this name.
+  Keras' `SeedGenerator` and `layers.TunableDropout` give it this name.
   """
   return name.split("/")[-1].startswith("seed_generator_state")
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core import group_context, optimizer_state, validation
+from tf_cross_shard._src.core import optimizer_state, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
@@ -55,10 +55,7 @@ def initialize(
   optimizers = tracked.optimizers(optimizer, model)
   with _keeping_random_states(keras):
     # The values of each model, and the slots that begin as its weights do.
-    built = [
-      _build(keras, state, build, i, seed, optimizers)
-      for i, seed in enumerate(numbers)
-    ]
+    built = [_build(keras, state, build, seed, optimizers) for seed in numbers]
     initial = _initial_state(optimizer, model)
     for path, each in optimizers.items():
       if built[0][1].get(path) and not nested_lib.is_built(each):
@@ -100,12 +97,11 @@ def _build(
   keras: Any,
   state: group_state.GroupState,
   build: Callable[[], Any],
-  model: int,
   seed: int,
   optimizers: dict[str, Any],
 ) -> tuple[dict[str, archive.Array], dict[str, dict[str, archive.Array]]]:
   """Returns a new model's values, and by optimizer the slots that copy them."""
-  with variables_lib.outside_of_strategies(), group_context.as_group(model):
+  with variables_lib.outside_of_strategies():
     keras.utils.set_random_seed(seed)
     made = build()
     if not isinstance(made, keras.Model):

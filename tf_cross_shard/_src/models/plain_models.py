@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_context
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
@@ -26,8 +25,8 @@ _FUNCTION: Final = "tf_cross_shard>function of "  # plus a Lambda's name
 # Keras' layers that replace the layers of this package in a plain model.
 _PLAIN_LAYERS: Final = {
   "tf_cross_shard>Embedding": "Embedding",
-  "tf_cross_shard>GroupDropout": "Dropout",
   "tf_cross_shard>SyncBatchNormalization": "BatchNormalization",
+  "tf_cross_shard>TunableDropout": "Dropout",
 }
 
 
@@ -35,14 +34,11 @@ def load(model: Any, i: int, optimizer: Any, into: Any = None) -> Any:
   """Returns a plain model with the weights of model i; see `Models.load`."""
   keras = keras_private.keras_of(model)
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
-  if into is None:
-    plain = _clone(keras, model, state, i)
-  else:
-    plain = into
-    _check_fits(state, into)
   state.compare_workers(f"loading model {i}")
   group_state.warn_if_collapsed(optimizer)
-  assign(state, values_of(state, state.groups.assignment[i]), plain)
+  values = values_of(state, state.groups.assignment[i])
+  plain = _clone(keras, model, state) if into is None else into
+  assign(state, values, plain)
   return plain
 
 
@@ -62,6 +58,8 @@ def assign(
   for name, variable in receivers(state, plain).items():
     variable.assign(values[name])
   finalize(plain)
+  for name, dropout in _dropouts(state, plain).items():
+    dropout.rate = float(str(values[name]))  # 0.1, not 0.10000000149011612
 
 
 def receivers(
@@ -132,11 +130,10 @@ def ensemble(model: Any, optimizer: Any, stack: bool = False) -> Any:
     outputs = []
     for i, member in enumerate(plain):
       member_inputs = _inputs_of(keras, member)
-      with group_context.as_group(i):
-        group = keras.Model(
-          member_inputs, member(member_inputs), name=f"model_{i}"
-        )
-        outputs.append(group(inputs))
+      group = keras.Model(
+        member_inputs, member(member_inputs), name=f"model_{i}"
+      )
+      outputs.append(group(inputs))
     join = _stack_of if stack else _mean_of
     joined = tf.nest.map_structure(
       lambda *tensors: join(keras, tensors), *outputs
@@ -177,9 +174,7 @@ def _stack_of(keras: Any, tensors: Sequence[Any]) -> Any:
   return stack(list(tensors), axis=1)
 
 
-def _clone(
-  keras: Any, model: Any, state: group_state.GroupState, group: int
-) -> Any:
+def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
   """Returns a new, plain model like `model`, which is not compiled."""
   cls = type(model)
   # Keras 3 draws the seeds of initial values from Python's generator. Restore
@@ -198,15 +193,14 @@ def _clone(
     # names that the code uses. So the clone receives the function itself.
     lambdas = [v for v in layers if isinstance(v, keras.layers.Lambda)]
     named |= {f"{_FUNCTION}{layer.name}": layer.function for layer in lambdas}
-    # Layers that call `per_group` are called to find their shapes.
-    with variables_lib.outside_of_strategies(), group_context.as_group(group):
+    with variables_lib.outside_of_strategies():
       # Like `from_config`, but it accepts lambdas; these come from `model`.
       clone = keras.saving.deserialize_keras_object(
         {
           "module": None,
           "class_name": _CLONED,
           "registered_name": _CLONED,
-          "config": _clonable(model.get_config(), named, group),
+          "config": _clonable(model.get_config(), named),
         },
         custom_objects={**named, _CLONED: cls},
         safe_mode=False,
@@ -267,6 +261,8 @@ def _check_fits(
   if len(into.seeds) != len(state.seeds) and not is_exact:
     into.leave_out_seeds()
     state.leave_out_seeds()
+  dropouts = _dropouts(state, plain)
+  state.entries = [e for e in state.entries if e.name not in dropouts]
   if len(into.entries) != len(state.entries):
     raise ValueError(
       f"{what} has {len(into.entries)} variables,"
@@ -294,7 +290,17 @@ def _check_fits(
   return into
 
 
-def _clonable(config: Any, named: Mapping[str, Any], group: int) -> Any:
+def _dropouts(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
+  """Returns Keras' Dropouts that stand for TunableDropouts, by the weights."""
+  layers = dict(enumerate(keras_private.layers(plain)))
+  return {
+    name: layers[i]
+    for name, i in state.rates.items()
+    if isinstance(getattr(layers.get(i), "rate", None), float)
+  }
+
+
+def _clonable(config: Any, named: Mapping[str, Any]) -> Any:
   """Returns a configuration whose Lambda layers have the functions in `named`.
 
   The layers of this package become those of Keras. The configuration of the
@@ -302,18 +308,16 @@ def _clonable(config: Any, named: Mapping[str, Any], group: int) -> Any:
   compiled clone would need this package.
   """
   if type(config) is list:
-    return [_clonable(value, named, group) for value in config]
+    return [_clonable(value, named) for value in config]
   if not isinstance(config, dict):
     return config
   plain = _PLAIN_LAYERS.get(str(config.get("registered_name")))
   if plain:
     arguments = dict(config["config"])
     arguments.pop("group_assignment", None)
-    arguments.pop("groups", None)
-    if "rates" in arguments:
-      # Before a search begins, there are no rates.
-      rates = arguments.pop("rates")
-      arguments["rate"] = rates[group] if rates else 0.0
+    if "rate" in arguments:
+      # Keras' Dropout(0.0) has no random state. `assign` sets the rate.
+      arguments["rate"] = 0.5
     config = {
       **config,
       "module": "keras.layers",
@@ -325,7 +329,7 @@ def _clonable(config: Any, named: Mapping[str, Any], group: int) -> Any:
   return {
     key: {"class_name": "function", "config": name, "registered_name": name}
     if key == "function" and name in named and isinstance(value, dict)
-    else _clonable(value, named, group)
+    else _clonable(value, named)
     for key, value in config.items()
     if key != "compile_config"
   }

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_context, single_program, validation
+from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.models import group_state, plain_models
@@ -40,7 +40,7 @@ def predict(model: Any, x: Any, optimizer: Any, batch_size: int) -> Any:
   groups = []
   for i in range(state.groups.num_groups):
     plain = plain_models.load(model, i, optimizer)
-    with variables_lib.outside_of_strategies(), group_context.as_group(i):
+    with variables_lib.outside_of_strategies():
       arguments = {} if data is x else {"batch_size": batch_size}
       groups.append(plain.predict(x, verbose=0, **arguments))
   return tf.nest.map_structure(lambda *of_groups: np.stack(of_groups), *groups)

@@ -1,11 +1,8 @@
-"""`OptunaSearch`: an Optuna study drives the groups of one `fit`.
+"""`OptunaSearch`: an Optuna study drives the models of one `fit`.
 
-    study.ask ─▶ group i: initial state, the trial's settings ─▶ epochs ─┐
-        ▲                                                                │
-        └──── tell ◀── pruned, failed, or all epochs ◀── report ◀────────┘
-
-A group whose trial ends starts the next trial at once. The settings are
-variables that a step reads, so that nothing is traced again.
+study.ask ─▶ model i: initial state, the trial's settings ─▶ epochs ─┐
+▲                                                                │
+└──── tell ◀── pruned, failed, or all epochs ◀── report ◀────────┘
 """
 
 import contextlib
@@ -17,9 +14,10 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from tf_cross_shard._src.core import group_value
+from tf_cross_shard._src.core import optimizer_state
+from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
-from tf_cross_shard._src.fit import per_model_callback
+from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import (
   archive,
   group_state,
@@ -32,18 +30,19 @@ from tf_cross_shard._src.search import weights as weights_lib
 
 
 class OptunaSearch(per_model_callback.PerModelMonitor):
-  """Searches hyperparameters: an Optuna study drives the groups of one `fit`.
+  """Searches hyperparameters: an Optuna study drives the models of one `fit`.
 
-  Each group trains one trial at a time, from the state that the group has when
+  Each model trains one trial at a time, from the state that it has when
   `fit` begins: weights, slots, iteration count and random numbers. After each
-  epoch it reports `monitor` to the study. When its trial ends, the group takes
-  the next one, and nothing is traced again. A trial ends after `epochs` epochs,
-  when the study's pruner says so, or when its value is not finite, which fails
-  this trial alone. The value of a trial is that of its best epoch.
+  epoch it reports `monitor` to the study. When its trial ends, the model takes
+  the next one, and nothing is traced again: all settings are variables. A trial
+  ends after `epochs` epochs, when the study's pruner says so, or when its value
+  is not finite, which fails this trial alone. The value of a trial is that of
+  its best epoch.
 
   Samplers, pruners, storages and curves are Optuna's. With a
   `VectorizedStrategy`, ask TPE for `constant_liar=True`, so that it does not
-  suggest nearly the same settings to all groups.
+  suggest nearly the same settings to all models.
 
   >>> import numpy as np, optuna, tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, VectorizedStrategy
@@ -76,7 +75,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     study: The study. You can assign another one before a `fit`. Its trials
       start from the weights that the model then has;
       `Models.initialize` gives the model new ones.
-    trials: The number of trials of the next `fit`.
+    trials: The number of trials. When they have ended, `fit` trains nothing; if
+      you assign a larger number, the next `fit` trains the rest.
     epochs: The number of epochs of a trial.
   """
 
@@ -98,9 +98,11 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
         it.
       suggest: A function of an `optuna.Trial` that returns the trial's
         settings, a dictionary of numbers, with the same names for each trial:
-        `"learning_rate"`, any name of the optimizer's `per_model`, or a
-        setting of the model, which reads it by `value`.
-      trials: The number of trials that this `fit` trains.
+        `"learning_rate"`, any name of the optimizer's `per_model`, or the end
+        of the path of non-trainable scalar weights of the model, such as
+        `"dropout/rate"` or `"rate"`, all of which are set. It may raise
+        `optuna.TrialPruned`. It is also called once before the first trial.
+      trials: The number of trials.
       epochs: The number of epochs of a trial.
       monitor: The metric that is reported, as `PerModelMetrics` names it,
         without the suffix `/model_0`.
@@ -134,19 +136,17 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._suggest = suggest
     self._folder = None if folder is None else paths.as_path(folder, "folder")
     self._settings = settings_lib.TrialSettings()
-    self._trials = study_lib.Trials(study, suggest)
+    self._reset()
     if mode != "auto":
       self._check_mode({"min": -1.0, "max": 1.0}[mode])
-    self._reset()
 
-  def _reset(self, num_groups: int = 0) -> None:
+  def _reset(self) -> None:
     self._trials = study_lib.Trials(self.study, self._suggest)
+    self._best = weights_lib.BestWeights(self._trials.sign, self._folder)
     self._running: list[study_lib.Running | None] = []
-    # By name, the initial values of each group.
+    # By name, the initial values of each model.
     self._initial: weights_lib.Weights = {}
-    self._best = weights_lib.BestWeights(
-      self._trials.sign, num_groups, self._folder
-    )
+    self._is_resumed = self._has_trained = False
 
   @property
   def most_epochs(self) -> int:
@@ -156,32 +156,10 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     """
     return self.trials * self.epochs
 
-  def value(self, name: str) -> group_value.GroupValue:
-    """Returns a setting of the model, which layers use like a number.
-
-    In a replica, it is the number that `suggest` returned for the trial of the
-    replica's group. Outside replicas, it is that of group 0; after
-    `best_model`, that of the best trial. `layers.GroupDropout` accepts it as
-    its rates.
-
-    Args:
-      name: A name in the dictionary that `suggest` returns.
-
-    Returns:
-      An object that TensorFlow and Keras convert to a scalar tensor when a
-      layer computes with it.
-    """
-    values = self._settings.values
-    if name not in values:
-      values[name] = group_value.GroupValue(name)
-      if self._running:  # A layer asks while the first step is traced.
-        self._settings.write_values(self.model, self._running)
-    return values[name]
-
   # Before the first step.
 
   def on_train_begin(self, logs: Any = None) -> None:
-    """Checks the other callbacks, and notes the state of all groups."""
+    """Checks the other callbacks, and notes the state of all models."""
     super().on_train_begin(logs)
     strategy = self.model.distribute_strategy
     if agreement.of_strategy(strategy) is not None:
@@ -194,8 +172,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     for other in self.same_fit():
       if other.follows_groups and other is not self:
         raise ValueError(
-          f"{type(other).__name__} assumes that a group trains one model from"
-          " start to finish, but OptunaSearch trains several trials per group."
+          f"{type(other).__name__} assumes that a model is trained from start"
+          " to finish, but OptunaSearch trains several trials per model."
           f" Remove {type(other).__name__}; use a pruner of the study."
         )
       if getattr(other, "every", 1) != 1 and other.prefix:
@@ -204,8 +182,20 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
           f" every={getattr(other, 'every', 1)}. Use every=1."
         )
     self._direction()
-    self._reset(len(self.keys))
-    self._settings.prepare(self.model, self._trials.probe(), len(self.keys))
+    folders = [c.backups for c in self.same_fit() if c.backups]
+    if not folders:
+      self._fail_all()  # An error of another callback has ended a `fit`.
+    if self._trials.study is not self.study:
+      self._reset()
+    num_models = len(self.keys)
+    self._running = [None] * num_models
+    self._best.kept = [{} for _ in range(num_models)]
+    self._is_resumed = self._has_trained = False
+    self._trials.begin(folders[0] if folders else "")
+    if self._trials.asked >= self.trials:
+      self.model.stop_training = True
+      keras_fit.begin_at(self.model, self.params["epochs"])
+    self._settings.prepare(self.model, self._trials.probe(), num_models)
     with strategy.scope():
       self.model.optimizer.build(self.model.trainable_variables)
     state = self._state_of_trials()
@@ -244,47 +234,56 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   # Trials.
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    """Starts the first trials, unless a backup was restored."""
-    if not self._running:
-      self._running = [None] * len(self.keys)
-      folders = [c.backups for c in self.same_fit() if c.backups]
-      self._trials.begin(folders[0] if folders else "")
-      with self._failing():
-        self._start(range(len(self.keys)))
+    """Starts trials, unless a backup was restored in which all are running."""
+    if not self._has_trained and not self._is_resumed:
+      self._trials.ask_again()
+    self._has_trained = True
+    with self._failing():
+      self._start([i for i, r in enumerate(self._running) if r is None])
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Reports the metrics; groups whose trial has ended take the next one."""
+    """Reports the metrics; models whose trial has ended take the next one."""
     with self._failing():
       if not self.begin(logs):
         return
-      ended, better = {}, []
-      for group, key in enumerate(self.keys):
-        running = self._running[group]
+      self._check_windows()
+      better, ended = [], []
+      for i, running in enumerate(self._running):
         if running is None:
           continue
-        if not running.values:
-          self._settings.check(self.model, running.settings)
-        value = float(logs[f"{self.monitor}/{key}"])
+        value = float(logs[f"{self.monitor}/{self.keys[i]}"])
         if self._trials.report(running, value, self.epochs):
-          ended[group] = running
+          ended.append((i, running))
+          self._running[i] = None
         is_best = running.best_epoch == len(running.values) - 1
         if is_best and self._best.may_win(running):
-          better.append(group)
+          better.append(i)
       if better:
         self._best.keep(better, self.state_of_groups())
-      for group, running in ended.items():
+      for i, running in ended:
         is_complete = len(running.values) == self.epochs
-        self._best.finish(group, running, is_complete)
-      self._start(ended)
+        self._best.finish(i, running, is_complete)
+      self._start([i for i, _ in ended])
     if not any(self._running):
       self.model.stop_training = True
+
+  def _check_windows(self) -> None:
+    """Raises `ValueError` if trials would begin in the middle of a window."""
+    copies = replicas_lib.Copies(self.model.distribute_strategy)
+    for calls in optimizer_state.windows(self.model.optimizer)[:1]:
+      if self.trials > len(self.keys) and copies.here(calls)[0]:
+        raise ValueError(
+          "`accumulate_steps` of CrossShardOptimizer does not divide the number"
+          " of batches of an epoch, so that a trial would begin in the middle"
+          " of an accumulation window. Use another number of batches."
+        )
 
   @contextlib.contextmanager
   def _failing(self) -> Iterator[None]:
     """Tells the study that running trials failed if there is an error."""
     try:
       yield
-    except Exception:
+    except BaseException:
       self._fail_all()
       raise
 
@@ -295,23 +294,21 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._running = [None] * len(self._running)
     return len(left)
 
-  def _start(self, groups: Iterable[int]) -> None:
-    """Gives free groups their next trials: the initial state, the settings."""
+  def _start(self, models: Iterable[int]) -> None:
+    """Gives free models their next trials: the initial state, the settings."""
     started = []
-    for group in groups:
-      self._running[group] = None
-      if self._trials.asked < self.trials:
-        self._running[group] = self._trials.ask()
-        started.append(group)
+    for i in models:
+      self._running[i] = self._trials.ask(self.trials)
+      started += [] if self._running[i] is None else [i]
     if not started:
       return
     state = self._state_of_trials()
-    replicas = [r for group in started for r in state.groups.assignment[group]]
+    replicas = [r for i in started for r in state.groups.assignment[i]]
     for entry in state.entries:
       copies = state.copies.here(entry.variable)
       for replica in replicas:
-        group = state.groups.index_of(replica)
-        copies[replica] = self._initial[entry.name][group]
+        i = state.groups.index_of(replica)
+        copies[replica] = self._initial[entry.name][i]
       state.copies.write(entry.variable, copies)
     group_state.accept_values(self.model.optimizer)
     self._settings.write(self.model, self._running)
@@ -319,9 +316,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   def best_model(self) -> Any:
     """Returns a plain Keras model with the weights of the study's best trial.
 
-    The weights are those of the trial's best epoch. The model is created as by
-    `Models(model)[i]`. After the search, `value` returns the settings
-    of the best trial.
+    The weights are those of the trial's best epoch, settings that are weights
+    among them. The model is created as by `Models(model)[i]`.
 
     Raises:
       ValueError: If no trial is complete, or if another process trained the
@@ -331,10 +327,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       number = self.study.best_trial.number
     except ValueError as error:
       raise ValueError("No trial of the study is complete.") from error
-    settings, weights = self._best.load(number)
-    if not any(self._running):
-      best = study_lib.Running(number, settings)
-      self._settings.write_values(self.model, [best] * len(self.keys))
+    weights = self._best.load(number)
     plain = plain_models.load(self.model, 0, self.model.optimizer)
     plain_models.assign(self.state_of_groups(), weights, plain)
     return plain
@@ -343,9 +336,15 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
 
   def on_train_end(self, logs: Any = None) -> None:
     """Tells the study that trials which did not end have failed."""
-    is_begun, left = bool(self._running), self._fail_all()
-    missing = self.trials - self._trials.asked
-    if is_begun and (left or missing):
+    keras_fit.begin_at(self.model, None)
+    left, missing = self._fail_all(), self.trials - self._trials.asked
+    if not self._has_trained and missing <= 0:
+      logging.warning(
+        "OptunaSearch trains nothing, because its %d trials have ended. To add"
+        " trials, give it a larger number of `trials`, or another `study`.",
+        self.trials,
+      )
+    elif left or missing > 0:
       logging.warning(
         "fit ended before the search: %d of %d trials were marked as failed,"
         " and %d were not started. Call fit(epochs=search.most_epochs), and"
@@ -355,7 +354,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
 
   def state(self) -> dict[str, Any]:
     about = {
-      "plan": [self.monitor, self.trials, self.epochs],
+      "plan": [self.monitor, self.epochs],
       "fit": self._trials.fit,
       "running": [r and dataclasses.asdict(r) for r in self._running],
       "best": self._best.best and dataclasses.asdict(self._best.best),
@@ -376,12 +375,12 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     """
     super().set_state(state)
     about = json.loads(np.asarray(state["search"], np.uint8).tobytes())
-    plan = [self.monitor, self.trials, self.epochs]
+    plan = [self.monitor, self.epochs]
     if about["plan"] != plan:
       raise archive.CheckpointError(
-        "The backup belongs to another search: its monitor, trials and epochs"
-        f" are {about['plan']}, but those of OptunaSearch are {plan}. Use the"
-        " same as before, or delete the backup."
+        "The backup belongs to another search: its monitor and epochs are"
+        f" {about['plan']}, but those of OptunaSearch are {plan}. Use the same"
+        " as before, or delete the backup."
       )
 
     parts: dict[str, weights_lib.Weights] = {}
@@ -392,8 +391,9 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     best = about["best"] and study_lib.Running(**about["best"])
     self._best.set_state(best, parts)
     self._initial = parts["initial"]
+    self._is_resumed = True
     self._trials.resume(about["fit"], self._running)
-    if any(self._running):
-      self._settings.write(self.model, self._running)
-    else:
-      self.model.stop_training = True
+    self._settings.write(self.model, self._running)
+    self.model.stop_training = not any(self._running) and (
+      self._trials.asked >= self.trials
+    )

@@ -6,6 +6,7 @@ A killed process leaves trials in the study that its backup does not have: see
 `Trials.resume`.
 """
 
+import contextlib
 import dataclasses
 import math
 import uuid
@@ -20,8 +21,11 @@ _FIT: Final = "tf_cross_shard_fit"
 # The attribute of a trial that says where the program keeps its backups: the
 # same for a program that was killed and started again.
 _BACKUPS: Final = "tf_cross_shard_backups"
-# The attribute of a failed trial whose settings were asked for again.
+# The attribute of a failed trial that does not count, because its settings were
+# asked for again, or because something else ended `fit`.
 _AGAIN: Final = "tf_cross_shard_again"
+# How often `suggest` may prune before its names are known.
+_MOST_PRUNED: Final = 1000
 
 
 def import_optuna() -> Any:
@@ -68,7 +72,7 @@ class Trials:
     study: The study.
     fit: Identifies the `fit` whose trials these are.
     backups: The folder of the program's backups; "" without backups.
-    asked: How many trials the study was asked for.
+    asked: How many trials that count the study was asked for.
   """
 
   def __init__(
@@ -95,22 +99,37 @@ class Trials:
     self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
     scratch = self._optuna.create_study()
     self._optuna.logging.set_verbosity(level)
-    return self._checked(self._suggest(scratch.ask()))
+    for _ in range(_MOST_PRUNED):
+      with contextlib.suppress(self._optuna.TrialPruned):
+        return self._checked(self._suggest(scratch.ask()))
+    raise ValueError(
+      f"`suggest` raised TrialPruned for {_MOST_PRUNED} trials in a row. Let it"
+      " raise the error for settings only that are not worth a trial."
+    )
 
-  def ask(self) -> Running:
-    """Returns the next trial; raises `ValueError` for invalid settings."""
-    trial = self.study.ask()
-    trial.set_user_attr(_FIT, self.fit)
-    trial.set_user_attr(_BACKUPS, self.backups)
-    self.asked += 1
-    self._trials[trial.number] = trial
-    running = Running(trial.number, {})
-    try:
-      running.settings = self._checked(self._suggest(trial))
-    except BaseException:
-      self.fail(running)
-      raise
-    return running
+  def ask(self, most: int) -> Running | None:
+    """Returns the next trial; None if the study was asked for `most` trials.
+
+    Trials that `suggest` prunes are told, and the next one is asked for.
+    """
+    while self.asked < most:
+      trial = self.study.ask()
+      trial.set_user_attr(_FIT, self.fit)
+      trial.set_user_attr(_BACKUPS, self.backups)
+      self.asked += 1
+      self._trials[trial.number] = trial
+      running = Running(trial.number, {})
+      try:
+        running.settings = self._checked(self._suggest(trial))
+      except self._optuna.TrialPruned as error:
+        state = self._states.PRUNED
+        self._tell(running, f"pruned by `suggest` ({error})", state=state)
+      except BaseException:
+        self.fail(running)
+        raise
+      else:
+        return running
+    return None
 
   def report(self, running: Running, value: float, epochs: int) -> bool:
     """Reports the value of an epoch; returns whether the trial has ended."""
@@ -126,7 +145,7 @@ class Trials:
     if step > running.reported:
       trial.report(value, step)
     if not math.isfinite(value):
-      self.fail(running)
+      self._tell(running, "failed", state=self._states.FAIL)
     elif step + 1 == epochs:
       self._tell(running, f"finished with value: {running.best}", running.best)
     elif step >= running.reported and trial.should_prune():
@@ -137,8 +156,9 @@ class Trials:
     return True
 
   def fail(self, running: Running) -> None:
-    """Tells the study that a trial failed, unless it is over."""
+    """Tells the study that `fit` ended before a trial, unless it is over."""
     if not running.is_over:
+      self._trials[running.number].set_user_attr(_AGAIN, True)
       self._tell(running, "failed", state=self._states.FAIL)
 
   def _tell(
@@ -158,11 +178,7 @@ class Trials:
       CheckpointError: If the study does not have the trials of the backup.
     """
     self.fit = fit
-    trials = {
-      trial.number: trial
-      for trial in self.study.get_trials(deepcopy=False)
-      if trial.user_attrs.get(_FIT) == fit
-    }
+    trials = {trial.number: trial for trial in self._mine()}
     for each in filter(None, running):
       if each.number not in trials:
         raise archive.CheckpointError(
@@ -183,16 +199,29 @@ class Trials:
         self._ask_again(trial)
 
   def begin(self, backups: str) -> None:
-    """Begins without a backup.
+    """Counts the trials that earlier fits of this program have trained.
 
-    Trials of a program that was killed before its first backup are told as
-    failed, and their settings are asked for again.
+    A program with backups is known by their folder.
     """
     self.backups = backups
-    for trial in self.study.get_trials(deepcopy=False):
-      is_left = trial.state == self._states.RUNNING
-      if backups and is_left and trial.user_attrs.get(_BACKUPS) == backups:
+    self.asked = sum(
+      trial.state.is_finished() and _AGAIN not in trial.user_attrs
+      for trial in self._mine()
+    )
+
+  def ask_again(self) -> None:
+    """Asks again for what a kill before the first backup left running."""
+    for trial in self._mine():
+      if trial.state == self._states.RUNNING:
         self._ask_again(trial)
+
+  def _mine(self) -> list[Any]:
+    return [
+      trial
+      for trial in self.study.get_trials(deepcopy=False)
+      if trial.user_attrs.get(_FIT) == self.fit
+      or (self.backups and trial.user_attrs.get(_BACKUPS) == self.backups)
+    ]
 
   def _ask_again(self, trial: Any) -> None:
     self._trial(trial).set_user_attr(_AGAIN, True)

@@ -26,11 +26,9 @@ class BestWeights:
     weights: The weights of `best`.
   """
 
-  def __init__(
-    self, sign: float, num_groups: int, folder: epath.Path | None
-  ) -> None:
+  def __init__(self, sign: float, folder: epath.Path | None) -> None:
     """Takes 1.0 as `sign` if a larger value is better, else -1.0."""
-    self.kept: list[Weights] = [{} for _ in range(num_groups)]
+    self.kept: list[Weights] = []
     self.best: study_lib.Running | None = None
     self.weights: Weights = {}
     self._sign = sign
@@ -69,10 +67,10 @@ class BestWeights:
       arrays = {group_state.key(n, 0): array for n, array in weights.items()}
       archive.write(self._path(self._folder, running.number), arrays, about)
 
-  def load(self, number: int) -> tuple[dict[str, float], Weights]:
-    """Returns the settings and the weights of a complete trial."""
+  def load(self, number: int) -> Weights:
+    """Returns the weights of a complete trial."""
     if self.best is not None and self.best.number == number:
-      return self.best.settings, self.weights
+      return self.weights
     path = self._folder and self._path(self._folder, number)
     if path is None or not path.exists():
       raise ValueError(
@@ -81,8 +79,7 @@ class BestWeights:
       )
     with archive.reading(path) as file:
       names = file.about["names"]
-      weights = {name: file[group_state.key(name, 0)] for name in names}
-      return file.about["values"]["settings"], weights
+      return {name: file[group_state.key(name, 0)] for name in names}
 
   @staticmethod
   def _path(folder: epath.Path, number: int) -> epath.Path:

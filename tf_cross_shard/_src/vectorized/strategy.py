@@ -150,7 +150,8 @@ class VectorizedStrategy(OneProgramStrategy):
   - `replica_id_in_sync_group` of the replica context is the model's number.
   - To give models different data, use `dataset_per_model` and `per_model`;
     different initial weights, `Models.initialize`; different settings,
-    `schedules.PerModel`, `per_model` and `per_group`.
+    `schedules.PerModel` and `per_model`; different numbers in the model,
+    variables, which `Models.assign` sets.
   - If you read a variable outside of `run`, you get model 0's copy, or the mean
     over the models if the variable is aggregated on reading, as metrics are. An
     assignment outside of `run` sets all copies.
