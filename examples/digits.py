@@ -3,10 +3,10 @@
     python examples/digits.py --learning_rates=0.001,0.01,0.1
 
 In the first run, the replicas of a virtual TPU share each batch and sum their
-gradients: they train one model. In the second run, each replica trains a model
-of its own, with its own learning rate, on all images. At last, plain Keras
-trains two such models, one after the other, to compare the costs. You need no
-download and no GPU.
+gradients: they train one model. The second run trains 16 models in one `fit`,
+each with its own learning rate and on all images. At last, plain Keras trains
+two such models, one after the other, to compare the costs. You need no download
+and no GPU.
 """
 
 import time

@@ -114,7 +114,7 @@ def train(
 
 
 def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
-  """Returns recall@K for each group; plain Keras has one.
+  """Returns recall@K of each model.
 
   This is the share of clicks whose item is among the first K for its query.
   """
