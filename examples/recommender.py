@@ -119,10 +119,8 @@ def recall(model: TwoTowers, clicks: np.ndarray) -> list[float]:
   This is the share of clicks whose item is among the first K for its query.
   """
   tables = model.queries.embeddings, model.items.embeddings
-  copies = [
-    Models(optimizer=model.optimizer).values(variable)
-    for variable in (*tables, *model.dense.weights)
-  ]
+  models = Models(model)
+  copies = [models.values(v) for v in (*tables, *model.dense.weights)]
   shares = []
   for queries, items, kernel, bias in zip(*copies, strict=True):
     logits = (queries[clicks[:, 0]] @ kernel + bias) @ items.T
