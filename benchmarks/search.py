@@ -111,7 +111,7 @@ def stream(task: Task, models: int) -> tuple[int, int, float]:
     validation_data=task.validation,
     epochs=search.most_epochs,
     verbose=0,
-    callbacks=[callbacks.PerModelMetrics(), search],
+    callbacks=[search],
   )
   return _of_study(study)
 

@@ -1,43 +1,39 @@
-"""Keras callbacks for training several groups of replicas in one `fit`.
+"""Keras callbacks for training n models in one `fit`.
 
 Keras' own callbacks see one model: they read the weights of replica 0 and
-metrics that are averaged over all groups. The callbacks of this module treat
-every group as a separate model.
+metrics that are averaged over all models. The callbacks of this module treat
+each model separately.
 
-- `PerModelMetrics`: evaluates each group; writes `val_loss/model_0`, ...
-- `PerModelEarlyStopping`: stops `fit` once no group is improving
-- `PerModelReduceLROnPlateau`: lowers each group's own learning rate
-- `PerModelCheckpoint`: keeps each group's best weights in one file
-- `PerModelTensorBoard`: writes one TensorBoard run for each group
-- `OptunaSearch`: trains the trials of an Optuna study in the groups
-- `OuterOptimizer`: synchronizes the groups every few steps (DiLoCo)
-- `BackupAndRestore`: resumes `fit` after a crash
+- `PerModelMetrics`: evaluates each model; writes `val_loss/model_0`, ...
+- `PerModelEarlyStopping`: stops `fit` once no model is improving
+- `PerModelReduceLROnPlateau`: lowers each model's own learning rate
+- `PerModelCheckpoint`: keeps each model's best weights in one file
+- `PerModelTensorBoard`: writes one TensorBoard run for each model
+- `OptunaSearch`: trains the trials of an Optuna study in the models
+- `OuterOptimizer`: synchronizes the models every few steps (DiLoCo)
+- `BackupAndRestore`: resumes `fit` after a crash; put it last
 
-Put `PerModelMetrics` first in the list of callbacks: the callbacks after it
-read the metrics that it writes, and put `BackupAndRestore` last.
-`OuterOptimizer` and `BackupAndRestore` need no `PerModelMetrics`.
+Under VectorizedStrategy, each callback reads the metrics of `fit` of each model
+itself. Under other strategies, and for metrics of data of its own, put
+`PerModelMetrics(data)` before the callbacks that need its metrics.
 
-Train two groups with two learning rates. Each group gets back the weights of
-its own best epoch (group 0 diverges, because its learning rate is too large):
+Train two models with two learning rates. Each model gets back the weights of
+its own best epoch (model 0 diverges, because its learning rate is too large):
 
 >>> import numpy as np
 >>> import tensorflow as tf
->>> from tf_cross_shard import CrossShardOptimizer, callbacks, schedules
->>> with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+>>> from tf_cross_shard import VectorizedStrategy, callbacks, schedules
+>>> with VectorizedStrategy(2).scope():
 ...   model = tf.keras.Sequential(
 ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
 ...   )
 ...   sgd = tf.keras.optimizers.SGD(schedules.PerModel([2.0, 0.01]))
-...   model.compile(
-...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
-...   )
+...   model.compile(sgd, "mse")
 >>> x = np.ones([4, 1], "float32")
 >>> stop = callbacks.PerModelEarlyStopping(patience=2)
+>>> data = (x, 5 * x)
 >>> _ = model.fit(
-...   *(x, 5 * x),
-...   epochs=4,
-...   verbose=0,
-...   callbacks=[callbacks.PerModelMetrics((x, 5 * x)), stop],
+...   *data, validation_data=data, epochs=4, verbose=0, callbacks=[stop]
 ... )
 >>> stop.best_epoch
 [0, 3]

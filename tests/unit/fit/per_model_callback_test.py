@@ -1,7 +1,10 @@
 """The base of callbacks for groups, in both Keras versions; common checks."""
 
+import functools
 import importlib
 import pathlib
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from tests.support import testbed
 from tests.support.callback_cases import PAIR, VALIDATION
 from tf_cross_shard import (
   CrossShardOptimizer,
+  VectorizedStrategy,
   callbacks,
   keras3,
   schedules,
@@ -172,3 +176,139 @@ def test_metrics_that_come_too_late_end_fit_before_it_trains() -> None:
   with pytest.raises(ValueError, match=words):
     cases.fit(model, *wrong)
   assert int(model.optimizer.iterations.numpy()) == 0
+
+
+# ------------------------------ models of one program, by callbacks of Keras
+
+RATES = (0.1, 0.02)
+_RNG = np.random.default_rng(0)
+_X = _RNG.normal(size=(96, 4)).astype("float32")
+_Y = np.eye(3, dtype="float32")[_RNG.integers(0, 3, 96)]
+FIT = {
+  **{"x": _X[:48], "y": _Y[:48], "validation_data": (_X[48:], _Y[48:])},
+  **{"batch_size": 16, "shuffle": False, "verbose": 0},
+}
+KERAS = {
+  "PerModelEarlyStopping": tf.keras.callbacks.EarlyStopping,
+  "PerModelReduceLROnPlateau": tf.keras.callbacks.ReduceLROnPlateau,
+}
+STOP = "PerModelEarlyStopping"
+LOWER = "PerModelReduceLROnPlateau"
+USED: dict[str, dict[str, Any]] = {
+  STOP: {"monitor": "val_distance", "mode": "min", "patience": 2},
+  LOWER: {"monitor": "loss", "patience": 1, "factor": 0.5, "min_delta": 0.05},
+}
+
+
+def distance(y: Any, outputs: Any) -> Any:
+  return tf.reduce_mean(tf.abs(y - outputs), axis=-1)
+
+
+def _network(rate: Any, **options: Any) -> Any:
+  tf.keras.utils.set_random_seed(1)
+  layers = [tf.keras.layers.Dense(8, "tanh"), tf.keras.layers.Dense(3)]
+  model = tf.keras.Sequential([tf.keras.Input((4,)), *layers])
+  metrics = ["accuracy", distance]
+  model.compile(
+    tf.keras.optimizers.Adam(rate), "mse", metrics=metrics, **options
+  )
+  return model
+
+
+@functools.cache
+def _plain(rate: float, *kinds: str) -> tuple[Any, list[Any], Any]:
+  """Keras' own callbacks in a fit of one model, and a second fit."""
+  model = _network(rate, run_eagerly=True)
+  used = [KERAS[kind](**USED[kind]) for kind in kinds]
+  if STOP in kinds:
+    used[kinds.index(STOP)].restore_best_weights = True
+  history = model.fit(**FIT, epochs=12, callbacks=used).history
+  optimizer = model.optimizer
+  numbers = optimizer.iterations.numpy(), optimizer.learning_rate.numpy()
+  model.fit(**FIT)
+  return history, model.get_weights(), numbers
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize(
+  "kinds", [(STOP,), (LOWER,), (STOP, LOWER), (LOWER, STOP, "PerModelMetrics")]
+)
+def test_callbacks_of_models_need_no_other_callback_and_no_order(
+  kinds: tuple[str, ...],
+) -> None:
+  """Each model trains as in a `fit` of its own, also in a second `fit`."""
+  with VectorizedStrategy(len(RATES)).scope():
+    rates = schedules.PerModel(RATES)
+    model = _network(rates)
+  used = {
+    kind: getattr(callbacks, kind)(**USED.get(kind, {})) for kind in kinds
+  }
+  model.fit(**FIT, epochs=12, callbacks=list(used.values()))
+  steps, numbers = testbed.copies(model.optimizer.iterations), rates.values(0)
+  model.fit(**FIT)
+  stopped = set()
+  for i, rate in enumerate(RATES):
+    history, weights, right = _plain(rate, *sorted(KERAS.keys() & set(kinds)))
+    stopped.add(len(history["loss"]))
+    assert (steps[i], numbers[i]) == (right[0], pytest.approx(right[1]))
+    assert (numbers[i] < rate) == (LOWER in kinds)
+    for mine, other in zip(model.weights, weights, strict=True):
+      np.testing.assert_allclose(testbed.copies(mine)[i], other, atol=2e-5)
+    if STOP in kinds:
+      values = history["val_distance"]
+      assert used[STOP].best_epoch[i] == np.argmin(values)
+      assert used[STOP].best[i] == pytest.approx(min(values), 1e-5)
+  assert (len(stopped) == 2) == (STOP in kinds)
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("monitor", ["loss", "val_accuracy"])
+def test_files_of_callbacks_alone(monitor: str, tmp_path: pathlib.Path) -> None:
+  with VectorizedStrategy(len(RATES)).scope():
+    model = _network(schedules.PerModel(RATES))
+  keep = callbacks.PerModelCheckpoint(tmp_path / "best", monitor)
+  board = callbacks.PerModelTensorBoard(tmp_path / "curves")
+  model.fit(**FIT, epochs=3, callbacks=[keep if monitor == "loss" else board])
+  for i, rate in enumerate(RATES):
+    history, *_ = _plain(rate)
+    if monitor == "loss":
+      assert keep.best[i] == pytest.approx(min(history["loss"][:3]), 1e-5)
+      continue
+    curves = cases.curves(tmp_path / "curves" / f"lr={rate:g}")
+    for name in ("val_accuracy", "val_distance", "accuracy", "loss"):
+      assert curves[name] == pytest.approx(history[name][:3], 1e-5), name
+
+
+@pytest.mark.tf_keras_mode
+def test_a_misspelt_monitor_lists_what_there_is() -> None:
+  with VectorizedStrategy(2).scope():
+    model = _network(0.1)
+  for monitor in ("val_acuracy", "acuracy"):
+    stop = callbacks.PerModelEarlyStopping(monitor)
+    with pytest.raises(ValueError, match=f"monitor='{monitor}'") as caught:
+      model.fit(**FIT, callbacks=[stop])
+    listed = re.findall(r"'(\w+)'", str(caught.value))[1:]
+    right = {"loss", "accuracy", "distance"}
+    assert {*listed} == right | {f"val_{name}" for name in right}
+  assert int(model.optimizer.iterations.numpy()) == 0
+
+
+@pytest.mark.tf_keras_mode
+@pytest.mark.parametrize("n", [2, 40])
+def test_printing_has_one_line_for_each_metric(
+  n: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+  with VectorizedStrategy(n).scope():
+    model = _network(schedules.PerModel([0.001 * (i + 1) for i in range(n)]))
+  used = [callbacks.PerModelReduceLROnPlateau(), callbacks.PerModelMetrics()]
+  history = model.fit(**{**FIT, "verbose": 2}, callbacks=used).history
+  keras, *lines = capsys.readouterr().out.strip().splitlines()[-4:]
+  assert "val_loss: " in keras
+  assert "model_" not in keras
+  names = "accuracy", "distance", "loss"
+  for line, name in zip(sorted(lines), names, strict=True):
+    first, last = (f"val_{name}/model_{i}" for i in (0, n - 1))
+    assert line.startswith(f"{first} to {last} [")
+    assert f"[{history[first][0]:.4g} " in line
+    assert f" {history[last][0]:.4g}]" in line
+    assert len(line) < 200

@@ -125,8 +125,8 @@ def test_resuming_with_the_file_of_another_run_raises_an_error(
   singletons = cases.grouped("mirrored", [[0], [1], [2], [3]])
   another_shape = r"does not hold `model/.*last/kernel` of .*\[4, 3\]"
   for other, monitor, words in (
-    (model, "val_mae", "does not hold val_mae of 2 groups"),
-    (singletons, "val_loss", "of 4 groups"),
+    (model, "val_mae", "does not hold val_mae of 2 models"),
+    (singletons, "val_loss", "of 4 models"),
     (cases.grouped(outputs=3), "val_loss", another_shape),
   ):
     with pytest.raises(models.CheckpointError, match=words):

@@ -24,12 +24,17 @@ def _keras_stops(series: Any, min_delta: float) -> tuple[int, int, float]:
   return keras.best_epoch, keras.stopped_epoch, float(keras.best)
 
 
-@pytest.mark.parametrize("min_delta", [0.0, 1.0])
-def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
-  """The best weights are restored bit for bit."""
+@pytest.mark.parametrize(("min_delta", "restores"), [(0.0, True), (1.0, False)])
+def test_each_group_stops_as_keras_would_stop_it(
+  min_delta: float, restores: bool
+) -> None:
+  """Best weights, and the state with which it stopped, are restored exactly."""
   model = cases.grouped("mirrored", CROSSED)
   [stop] = cases.begin(
-    model, callbacks.PerModelEarlyStopping(patience=2, min_delta=min_delta)
+    model,
+    callbacks.PerModelEarlyStopping(
+      patience=2, min_delta=min_delta, restore_best_weights=restores
+    ),
   )
   for epoch in range(len(SERIES[0])):
     cases.mark(model, epoch)
@@ -39,12 +44,17 @@ def test_each_group_stops_as_keras_would_stop_it(min_delta: float) -> None:
   stop.on_train_end()
   ours = zip(stop.best_epoch, stop.stopped_epoch, stop.best, strict=True)
   assert list(ours) == [_keras_stops(series, min_delta) for series in SERIES]
-  assert epoch == max(stop.stopped_epoch)
-  for variable in model.weights:
-    found = testbed.copies(variable)
-    for i, members in enumerate(CROSSED):
-      for replica in members:
-        assert set(found[replica].ravel()) == {10 * stop.best_epoch[i] + i}
+  assert epoch == max(stop.stopped_epoch) > min(stop.stopped_epoch)
+  kept = stop.best_epoch if restores else stop.stopped_epoch
+  for variables, epochs in (
+    (model.weights, kept),
+    (model.optimizer.variables, stop.stopped_epoch),
+  ):
+    for variable in variables:
+      found = testbed.copies(variable)
+      for i, members in enumerate(CROSSED):
+        for replica in members:
+          assert set(found[replica].ravel()) == {10 * epochs[i] + i}
 
 
 # The best in epochs 1 and 0; with a patience of 1 they stop in epochs 2 and 1.

@@ -68,7 +68,7 @@ def test_groups_are_named_by_their_rates(tmp_path: pathlib.Path) -> None:
   assert runs["lr=0.5"]["hyperparameters"].splitlines() == [
     "| name | value |",
     "| --- | --- |",
-    "| group | lr=0.5 |",
+    "| model | lr=0.5 |",
     "| learning_rate | 0.5 |",
   ]
   assert "hyperparameters" not in runs["ensemble"]

@@ -1,1 +1,1 @@
-"""Keras callbacks that treat every group as a separate model."""
+"""Keras callbacks that treat each of n models separately."""

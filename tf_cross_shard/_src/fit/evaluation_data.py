@@ -25,7 +25,7 @@ class EvaluationData:
         "`validation_data` must be a dataset, (x, y) or (x, y, sample_weight);"
         f" got {type(validation_data).__name__}. Add the targets of an array."
         " Turn a generator into a tf.data.Dataset with cache(), because every"
-        " group reads the data."
+        " model reads the data."
       )
     if (
       steps is None
@@ -63,11 +63,8 @@ class EvaluationData:
 
   @functools.cached_property
   def _batches(self) -> dict[str, Any]:
-    """The arguments, with NumPy arrays as one dataset.
-
-    From arrays, Keras builds a new dataset in each evaluation. For a small
-    model, this takes several times longer than the evaluation itself.
-    """
+    # From arrays, Keras builds a new dataset in each evaluation, which takes
+    # several times longer than the evaluation of a small model.
     *arrays, batch_size, steps = self._arguments.values()
     data = arrays[0]
     if not isinstance(data, tf.data.Dataset):

@@ -1,10 +1,10 @@
-"""Evaluate every group on the same data.
+"""Evaluate every model on the same data.
 
     VectorizedStrategy    the model itself: all models in one program
-    other strategies      a plain model, the twin, with each group's weights
+    other strategies      a plain model, the twin, with each model's weights
     the ensemble          a plain model of the mean predictions
 
-Each evaluator has a method `evaluate`, which returns `{"metric/group": value}`.
+Each evaluator has a method `evaluate`, which returns `{"metric/model": value}`.
 """
 
 import contextlib
@@ -29,12 +29,7 @@ from tf_cross_shard._src.models import group_state, plain_models
 
 
 class PlainEvaluator:
-  """Evaluates plain models, on the first worker.
-
-  Attributes:
-    group: The group whose numbers the models read. It is a variable so that the
-      evaluation is traced once, and not once for each group.
-  """
+  """Evaluates plain models, on the first worker."""
 
   def __init__(
     self,
@@ -50,7 +45,7 @@ class PlainEvaluator:
   def evaluate(
     self, model: Any, key: str, one_batch: bool = False
   ) -> dict[str, Any]:
-    """Returns the metrics of a model, under the name of a group."""
+    """Returns the metrics of a model, under the name of one of n models."""
     workers = agreement.of_strategy(self._strategy)
     metrics: dict[str, Any] = {}
     if workers is None or workers.index == 0:
@@ -75,10 +70,7 @@ class PlainEvaluator:
     return {f"{name}/{key}": value for name, value in metrics.items()}
 
   def _program(self, model: Any) -> Any:
-    """Returns a function that evaluates all of the data in one call.
-
-    None where the user's code or other data than a dataset need `evaluate`.
-    """
+    """Returns a function of all data; None where `evaluate` is needed."""
     data = self._data.dataset
     is_traceable = self._may_trace and data is not None
     if not (is_traceable and per_model_evaluation.is_traceable(model)):
@@ -112,14 +104,18 @@ class ModelsEvaluator:
     with _keeping_state(self._model):
       arguments = self._data.arguments(one_batch)
       logs = self._model.evaluate(**arguments, verbose=0, return_dict=True)
-      found = self._metrics.by_group(self._model, self._keys, logs)
+      reported = per_model_evaluation.flat(logs)
+      found = per_model_evaluation.by_key(
+        *(self._model, self._keys),
+        {n: x for n, x in self._metrics.read().items() if n in reported},
+      )
       if self._mean is not None:
         found |= self._plain.evaluate(self._mean, "ensemble", one_batch)
     return found
 
 
 class TwinEvaluator:
-  """Evaluates the groups one after the other, in a plain model."""
+  """Evaluates the models one after the other, in a plain model."""
 
   def __init__(
     self,
@@ -154,10 +150,7 @@ class TwinEvaluator:
     }
 
   def evaluate(self, one_batch: bool = False) -> dict[str, Any]:
-    """Returns the metrics of all groups, and those of the ensemble.
-
-    With one batch, the twin has the weights of group 0.
-    """
+    """Returns the metrics of all models, and those of the ensemble."""
     metrics: dict[str, Any] = {}
     for i, key in enumerate(self._keys[:1] if one_batch else self._keys):
       if not one_batch:
@@ -168,7 +161,7 @@ class TwinEvaluator:
     return metrics
 
   def _load(self, group: int) -> None:
-    """Gives the twin, and the group's member of the ensemble, its weights."""
+    """Gives the twin, and a member of the ensemble, a model's weights."""
     members = self._state.groups.assignment[group]
     values = plain_models.values_of(self._state, members)
     for plain in (self._plain, *self._members[group : group + 1]):

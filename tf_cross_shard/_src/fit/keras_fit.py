@@ -2,7 +2,9 @@
 
 # ruff: noqa: SLF001  # This file is about private names of Keras.
 
+import re
 import types
+from collections.abc import Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -24,10 +26,7 @@ _STEPS: Final = (
 
 
 def names_of_metrics(model: Any) -> list[str] | None:
-  """Returns names of the metrics, as given to `compile` before a first batch.
-
-  Keras adds the names of outputs to them. None if the user's code decides.
-  """
+  """Returns names of metrics, without outputs'; None if unknown."""
   config = compile_arguments(model)
   if config is None or keras_private.overrides(model, _STEPS):
     return None
@@ -36,14 +35,47 @@ def names_of_metrics(model: Any) -> list[str] | None:
   for metric in tf.nest.flatten(given):
     name = getattr(metric, "name", None) or getattr(metric, "__name__", metric)
     names += [name] if isinstance(name, str) else []
-  return list(dict.fromkeys(names))
+  # Keras 3 lists these together before the first batch.
+  return [n for n in dict.fromkeys(names) if n != "compile_metrics"]
+
+
+def check_monitor(
+  caller: str,
+  monitor: str,
+  prefixes: Sequence[str],
+  names: Sequence[str] | None,
+  is_exact: bool = False,
+) -> None:
+  """Raises `ValueError` if no metric of these names (None: unknown) fits."""
+  metric = monitor
+  for prefix in prefixes:
+    metric = metric.removeprefix(prefix)
+  # Keras adds the name of the output, and numbers repeated names.
+  base = re.sub(r"_\d+$", "", metric)
+  if names is None or metric in names:
+    return
+  if is_exact or not any(
+    f"_{x}".endswith(f"_{y}") for x in (metric, base) for y in names
+  ):
+    listed = sorted(f"{prefix}{name}" for prefix in prefixes for name in names)
+    raise ValueError(
+      f"{caller} has monitor={monitor!r}, but `model` is compiled with the"
+      f" metrics {listed}. Monitor one of them, or add the metric to `metrics`"
+      " of compile()."
+    )
+
+
+def print_first() -> None:
+  """Makes Keras print an epoch before callbacks add numbers of each model."""
+  every: Any = keras_private.arguments_of_fit().get("callbacks")
+  bar = keras_private.callback_of_fit("ProgbarLogger")
+  if bar is not None:
+    # A new list, because Keras iterates over the old one.
+    every.callbacks = sorted(every.callbacks, key=lambda c: c is not bar)
 
 
 def batches_per_call(model: Any) -> int:
-  """Returns `steps_per_execution`.
-
-  In tf_keras, it is smaller for the last call of an epoch.
-  """
+  """Returns `steps_per_execution`; in tf_keras, fewer for the last call."""
   if keras_private.keras_of(model).__name__ == "keras":
     return int(model.steps_per_execution)
   return int(model._steps_per_execution.numpy())
@@ -60,19 +92,13 @@ def shuffles_arrays() -> bool:
 
 
 def may_validate() -> bool:
-  """Returns whether the `fit` that calls this package may have validation data.
-
-  False is certain. No attribute tells it before the first evaluation.
-  """
+  """Returns whether the calling `fit` may validate; False is certain."""
   arguments = keras_private.arguments_of_fit()
   return arguments.get("validation_data", ()) is not None
 
 
 def begin_at(model: Any, epoch: int | None) -> None:
-  """Makes `fit` begin at an epoch. Call it in `on_train_begin`.
-
-  If the epoch is None, `fit` begins at its argument `initial_epoch`.
-  """
+  """Makes `fit` begin at an epoch, or at `initial_epoch` if it is None."""
   if keras_private.keras_of(model).__name__ == "keras":
     model._initial_epoch = epoch
   elif epoch is None:

@@ -1,4 +1,4 @@
-"""A plain model of the mean predictions of all groups.
+"""A plain model of the mean predictions of all models.
 
 `Models.ensemble` is of no use to callbacks: it clones the models again,
 and it supports functional models only.
@@ -46,12 +46,7 @@ def of_models(model: Any) -> Callable[[Any], Any]:
 
 
 def mean_of(predict: Callable[[Any], Any], like: Any) -> Any:
-  """Returns a model of the mean predictions and added losses of all groups.
-
-  Args:
-    predict: Returns the mean outputs, and a list of losses that are added.
-    like: The model whose outputs these are.
-  """
+  """Returns a model of what `predict` returns: mean outputs, added losses."""
   keras = keras_private.keras_of(like)
   added: list[Any] = []
 

@@ -19,11 +19,16 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import optimizer_state, validation
+from tf_cross_shard._src.core import (
+  optimizer_state,
+  single_program,
+  validation,
+)
 from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
+from tf_cross_shard._src.fit import keras_fit, per_model_evaluation
 from tf_cross_shard._src.models import group_state
 
 # All callbacks for which a `fit` has begun.
@@ -35,12 +40,7 @@ Mode: TypeAlias = Literal["auto", "min", "max"]
 
 
 def group_names(optimizer: Any) -> list[str]:
-  """Returns a name for each group.
-
-  The names are those of the `Groups`; else what the groups differ in when the
-  program begins, such as `lr=0.1, momentum=0.9`; else `model_0`, `model_1` and
-  so on.
-  """
+  """Returns the names of `Groups`, or "lr=0.1, momentum=0.9", or "model_0"."""
   groups = nested_lib.groups_of(optimizer)
   names = getattr(groups, "names", None)
   if names is None:
@@ -73,10 +73,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def collect_state(callback_list: Iterable[Any]) -> dict[str, Any]:
-  """Returns the state of this package's callbacks, as arrays by name.
-
-  On several machines, all workers make this call and receive the same state.
-  """
+  """Returns the state of this package's callbacks, the same on all workers."""
   return {
     f"{key}/{name}": value
     for key, callback in _keys(callback_list).items()
@@ -85,10 +82,7 @@ def collect_state(callback_list: Iterable[Any]) -> dict[str, Any]:
 
 
 def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
-  """Gives callbacks the state that `collect_state` returned for the same list.
-
-  A callback without an entry in the state starts from the beginning.
-  """
+  """Gives callbacks the state that `collect_state` returned for such a list."""
   for key, callback in _keys(callback_list).items():
     saved = {
       name.removeprefix(f"{key}/"): value
@@ -107,26 +101,14 @@ def _keys(callback_list: Iterable[Any]) -> dict[str, "PerModelCallback"]:
 
 
 class PerModelCallback(tf.keras.callbacks.Callback):
-  """Base class of callbacks for a model whose optimizer may have groups.
+  """Base class of callbacks, for compiled models of both Kerases."""
 
-  The model is compiled. The callbacks subclass Keras' callback of `tf.keras`,
-  but work with models of the other Keras too.
-
-  Attributes:
-    prefix: The beginning of the names of metrics that this callback writes.
-    acts_on_batches: Whether the callback acts when a batch ends.
-    follows_groups: Whether the callback assumes that each group trains the same
-      trial until `fit` ends.
-    backups: The folder of the backups that the callback makes; "" if none.
-    is_skipping_batches: Whether `fit` reads batches again that were trained on
-      before it was interrupted. `BackupAndRestore` sets it. A callback that
-      changes the model must do nothing while it is True.
-  """
-
-  prefix = ""
+  prefix = ""  # of the names of metrics that it evaluates on its own data
   acts_on_batches = False
-  follows_groups = False
-  backups = ""
+  follows_groups = False  # assumes that a model trains one trial in a `fit`
+  backups = ""  # the folder of its backups
+  # Set by BackupAndRestore while `fit` reads batches again that were trained on
+  # before it was interrupted. Then callbacks must not change the model.
   is_skipping_batches = False
   position_in_list = 0  # grows from callback to callback in one `fit`
 
@@ -142,10 +124,7 @@ class PerModelCallback(tf.keras.callbacks.Callback):
   _implements_predict_batch_hooks = _implements_test_batch_hooks
 
   def call_after_batches(self, function: Callable[..., None]) -> None:
-    """Makes Keras call a function after each batch.
-
-    The function takes the number of the batch and the logs.
-    """
+    """Makes Keras call `function(batch, logs)` after each batch."""
     # An attribute of this object, not a method of the class: Keras waits for
     # the device after each batch if any callback of the list has such a method.
     self.on_train_batch_end = function
@@ -168,27 +147,16 @@ class PerModelCallback(tf.keras.callbacks.Callback):
     self.is_skipping_batches = False
 
   def same_fit(self) -> list["PerModelCallback"]:
-    """Returns this package's callbacks in the same `fit`, in list order.
-
-    The list is empty in a training loop of your own.
-    """
+    """Returns this package's callbacks in the same `fit`; [] in own loops."""
     if not getattr(self, "params", None):
       return []
     # Keras gives one dictionary of parameters to all callbacks of a `fit`.
     same = [c for c in _in_fits if c.params is self.params]
     return sorted(same, key=lambda callback: callback.position_in_list)
 
-  def prefixes_before(self) -> list[str]:
-    """Returns the `prefix` of each earlier PerModelMetrics in this `fit`."""
-    return [
-      callback.prefix
-      for callback in self.same_fit()
-      if callback.prefix and callback.position_in_list < self.position_in_list
-    ]
-
   @property
   def keys(self) -> list[str]:
-    """How the names of each group's metrics end: its name, or `model_0`."""
+    """How the names of each model's metrics end: its name, or `model_0`."""
     groups = nested_lib.groups_of(self.model.optimizer)
     names = groups.names or ()
     if not names or "ensemble" in names:
@@ -197,20 +165,11 @@ class PerModelCallback(tf.keras.callbacks.Callback):
     return [name.replace("/", "_") for name in names]
 
   def check_monitor(self, monitor: str, callback: str) -> None:
-    """Raises `ValueError` if this callback will write no such metric.
-
-    Args:
-      monitor: The name of the metric, which begins with `prefix`.
-      callback: The class that monitors it, for the error.
-    """
+    """Raises `ValueError` if this callback will write no such metric."""
 
   def state_of_groups(
     self, with_optimizer: bool = False
   ) -> group_state.GroupState:
-    """Returns the model's variables in all groups.
-
-    If `with_optimizer`, the optimizer's variables are included.
-    """
     return group_state.GroupState(
       self.model.optimizer, self.model, with_optimizer
     )
@@ -229,15 +188,53 @@ class PerModelCallback(tf.keras.callbacks.Callback):
 
   def on_predict_begin(self, logs: Any = None) -> None:
     """Warns, once, that Keras' `predict` mixes the groups."""
-    self.on_test_begin()
+    PerModelCallback.on_test_begin(self)
 
 
-class PerModelMonitor(PerModelCallback):
-  """Monitors one metric per group, as Keras' EarlyStopping does for a model.
+class PerModelReader(PerModelCallback):
+  """Reads the metrics of each model of a VectorizedStrategy in `fit`.
 
-  The state of the groups is stored in arrays of shape `[num_groups]`: `best`,
-  and the counters that `_counters` names. These start at 0, and `best_epoch` at
-  -1. A group that diverges has no better value than before.
+  All readers of a `fit` share one reading of an epoch, that of the first one.
+  """
+
+  def set_model(self, model: Any) -> None:
+    super().set_model(model)
+    self.reading = per_model_evaluation.MetricsOfModels(model)
+
+  def on_train_begin(self, logs: Any = None) -> None:
+    super().on_train_begin(logs)
+    keras_fit.print_first()
+
+  @property
+  def of_models(self) -> per_model_evaluation.MetricsOfModels | None:
+    """What all readers share; None unless replicas are models."""
+    if not single_program.are_models(self.model.distribute_strategy):
+      return None
+    readers = (c for c in self.same_fit() if isinstance(c, PerModelReader))
+    return next(readers, self).reading
+
+  def on_test_begin(self, logs: Any = None) -> None:
+    super().on_test_begin(logs)
+    if self.of_models is self.reading:
+      self.reading.begin_validation()
+
+  def on_test_end(self, logs: Any = None) -> None:
+    if self.of_models is self.reading:
+      self.reading.end_validation()
+
+  def metrics_of_models(self, logs: Any) -> dict[str, Any]:
+    """Returns what `fit` reports, as "val_loss/model_0"; {} in own loops."""
+    of_models = self.of_models
+    if of_models is None or not self.same_fit():
+      return {}
+    found = of_models.of_epoch(logs)
+    return per_model_evaluation.by_key(self.model, self.keys, found)
+
+
+class PerModelMonitor(PerModelReader):
+  """Monitors one metric of each model, as Keras' EarlyStopping does.
+
+  Arrays `[n]` have `best` and the counters that `_counters` names.
   """
 
   follows_groups = True
@@ -252,9 +249,8 @@ class PerModelMonitor(PerModelCallback):
       raise TypeError(f"`monitor` must be a string; got {monitor!r}.")
     if re.search(r"/(model_\d+|ensemble)$", monitor):
       raise ValueError(
-        f"`monitor` must name a metric without a group; got {monitor!r}. Remove"
-        f" {monitor[monitor.rindex('/') :]!r}: each group is compared by its"
-        " own metric."
+        f"`monitor` must name a metric of all models; got {monitor!r}. Remove"
+        f" {monitor[monitor.rindex('/') :]!r}: each model is judged by its own."
       )
     if mode not in ("auto", "min", "max"):
       raise ValueError(f'`mode` must be "auto", "min" or "max"; got {mode!r}.')
@@ -267,10 +263,13 @@ class PerModelMonitor(PerModelCallback):
     # 1 if a larger metric is better, -1 if a smaller one is; 0 if unknown.
     self._sign = 0.0
     self._numbers: dict[str, Any] = {}
+    # The PerModelMetrics whose metric this is; None in a loop of your own, and
+    # if it is a metric of `fit`.
+    self._judge: PerModelCallback | None = None
 
   @property
   def best(self) -> list[float]:
-    """The best value of each group; infinite before the first evaluation."""
+    """The best value of each model; infinite before the first evaluation."""
     return list(map(float, self._numbers.get("best", ())))
 
   def state(self) -> dict[str, Any]:
@@ -286,93 +285,92 @@ class PerModelMonitor(PerModelCallback):
   def on_train_begin(self, logs: Any = None) -> None:
     super().on_train_begin(logs)
     self._sign, self._numbers = 0.0, {}
-    if self.same_fit() and not self.monitor.startswith(
-      tuple(self.prefixes_before())
+    same_fit, caller = self.same_fit(), type(self).__name__
+    judges = [c for c in same_fit if self.monitor.startswith(c.prefix or "/")]
+    self._judge = judges[0] if judges else None
+    places = [c.position_in_list for c in judges[:1]]
+    if not same_fit:
+      return
+    if max(places, default=0) > self.position_in_list or not (
+      judges or self.of_models
     ):
       raise ValueError(
-        f"{type(self).__name__} needs a metric of PerModelMetrics, such as"
+        f"{caller} needs a metric of a PerModelMetrics before it, such as"
         f" 'val_loss'; got monitor={self.monitor!r}. Put"
-        " PerModelMetrics(validation_data) before it in the list of callbacks;"
-        " its `name` is the prefix of its metrics. Training losses cannot be"
-        " monitored."
+        " PerModelMetrics(validation_data) before it in the list of callbacks."
       )
-    for callback in self.same_fit():
-      if callback.prefix and self.monitor.startswith(callback.prefix):
-        callback.check_monitor(self.monitor, type(self).__name__)
-        break
+    if judges:
+      judges[0].check_monitor(self.monitor, caller)
+    else:
+      self._check_monitor_of_fit(caller)
 
-  def begin(self, logs: Any) -> bool:
-    """Prepares for an epoch; returns whether the logs have the groups' metrics.
-
-    The logs lack them in epochs that `PerModelMetrics(every=...)` leaves out.
-    The first call with metrics creates the arrays of the groups.
-
-    Raises:
-      ValueError: If there are no metrics in an epoch that should have them.
-    """
-    keys = self.keys
-    name = f"{self.monitor}/{keys[0]}"
-    prefixes = tuple(self.prefixes_before())
-    # Whether any PerModelMetrics has evaluated after this epoch.
-    is_due = not prefixes or any(
-      key.startswith(prefixes) and key.endswith(f"/{keys[0]}") for key in logs
-    )
-    if name not in (logs or {}) and not self._numbers and is_due:
+  def _check_monitor_of_fit(self, caller: str) -> None:
+    validates = keras_fit.may_validate()
+    if self.monitor.startswith("val_") and not validates:
       raise ValueError(
-        f"{type(self).__name__}(monitor={self.monitor!r}) needs {name!r} in the"
-        f" logs, which have {sorted(logs or {})}. "
-        + (
-          "PerModelMetrics writes the loss and the `metrics` of model.compile."
-          if prefixes
-          else "Put PerModelMetrics before it in the list of callbacks."
-        )
+        f"{caller} has monitor={self.monitor!r}, but this `fit` has no"
+        " validation_data. Pass it to `fit`, or put PerModelMetrics(data)"
+        f" before {caller}."
       )
-    if name not in (logs or {}):
-      return False
-    if np.ndim(logs[name]):
+    prefixes = ("", "val_") if validates else ("",)
+    names = keras_fit.names_of_metrics(self.model)
+    keras_fit.check_monitor(caller, self.monitor, prefixes, names)
+
+  @property
+  def _prefix(self) -> str:
+    """How the name of the monitored metric begins; "" in training."""
+    if self._judge is not None:
+      return self._judge.prefix
+    return "val_" if self.monitor.startswith("val_") else ""
+
+  def read(self, logs: Any) -> Any:
+    """Returns the metric of each model, `[n]`; None in an epoch without it."""
+    keys, found = self.keys, {} if logs is None else logs
+    if self._judge is None:
+      found = self.metrics_of_models(found) | found
+    name = f"{self.monitor}/{keys[0]}"
+    if name not in found:
+      # PerModelMetrics(every=...) and `validation_freq` leave out epochs.
+      is_due = not self.same_fit() or any(
+        n.startswith(self._prefix) and n.endswith(f"/{keys[0]}") for n in found
+      )
+      if is_due and not self._numbers:
+        listed = [n.rpartition("/")[0] for n in found if n.endswith(keys[0])]
+        raise ValueError(
+          f"{type(self).__name__} needs {name!r} in the logs; the metrics of"
+          f" each model are {sorted(listed)}. Monitor one of them, or put"
+          " PerModelMetrics(validation_data) before it."
+        )
+      return None
+    if np.ndim(found[name]):
       raise ValueError(
         f"`monitor` must name a metric that is one number; got"
-        f" {self.monitor!r}, of shape {list(np.shape(logs[name]))}."
+        f" {self.monitor!r}, of shape {list(np.shape(found[name]))}."
         " Monitor another metric, or give this one an average."
       )
     if not self._sign:
       self._sign = self._direction()
       counters = {
-        name: np.full(len(keys), -1 if name == "best_epoch" else 0)
-        for name in self._counters
+        counter: np.full(len(keys), -1 if counter == "best_epoch" else 0)
+        for counter in self._counters
       }
       best = np.full(len(keys), -self._sign * np.inf)
       self._numbers = {"best": best, **counters, **self._numbers}
-    return True
+    return np.array([float(found[f"{self.monitor}/{key}"]) for key in keys])
 
-  def improve(self, logs: Any, judged: Any = True) -> Any:
-    """Updates the best values; returns which of the groups have improved.
-
-    A group improves if its metric is better than its best by more than
-    `min_delta`. NaN and infinity are never better. `judged`, the groups to look
-    at, and the result are bool arrays of shape `[num_groups]`.
-    """
+  def improve(self, values: Any, judged: Any = True) -> Any:
+    """Updates the best values; returns which judged models have improved."""
     best = self._numbers["best"]
-    values = np.array(
-      [float(logs[f"{self.monitor}/{key}"]) for key in self.keys]
-    )
     is_better = self._sign * values - abs(self.min_delta) > self._sign * best
     improved = judged & is_better & np.isfinite(values)
     best[improved] = values[improved]
     return improved
 
   def _direction(self) -> float:
-    """Returns 1 if a larger metric is better, else -1, as Keras decides it.
-
-    Keras decides from the name of the metric or from the compiled metrics. To
-    get its decision, the values 0 and 1 are shown to an EarlyStopping of Keras.
-    """
+    """Returns 1 if a larger metric is better, else -1, as Keras decides it."""
     monitor = self.monitor
-    for prefix in self.prefixes_before():
-      if monitor.startswith(prefix):
-        # The name that Keras gives to the metric.
-        monitor = f"val_{monitor.removeprefix(prefix)}"
-        break
+    if self._judge is not None:  # The name that Keras gives to the metric.
+      monitor = f"val_{monitor.removeprefix(self._judge.prefix)}"
     keras = keras_private.keras_of(self.model)
     probe = keras.callbacks.EarlyStopping(monitor, mode=self.mode, patience=9)
     probe.set_model(self.model)

@@ -14,43 +14,40 @@ from tf_cross_shard._src.models import paths as paths_lib
 
 
 class PerModelCheckpoint(per_model_callback.PerModelMonitor):
-  """Keeps the best weights and optimizer state of each group in one file.
+  """Keeps the best weights and optimizer state of each model in one file.
 
-  When a group improves, the group's current state is written to the file. The
-  other groups' parts of the file do not change.
-  `Models(model).restore(path)` then gives each group its own
+  When a model improves, the model's current state is written to the file. The
+  other models' parts of the file do not change.
+  `Models(model).restore(path)` then gives each model its own
   best state, from which training continues as if there had been no later
   epochs. A crash while the file is written leaves the previous file unchanged.
 
   >>> import tempfile
   >>> import numpy as np
   >>> import tensorflow as tf
-  >>> from tf_cross_shard import CrossShardOptimizer, Models, callbacks
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
+  >>> from tf_cross_shard import Models, VectorizedStrategy, callbacks
+  >>> from tf_cross_shard import schedules
+  >>> with VectorizedStrategy(2).scope():
   ...   model = tf.keras.Sequential(
   ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ...   )
-  ...   sgd = tf.keras.optimizers.SGD(2.0)  # too large: training diverges
-  ...   optimizer = CrossShardOptimizer(sgd, group_assignment=[[0], [1]])
-  ...   model.compile(optimizer, "mse")
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerModel([2.0, 0.01]))
+  ...   model.compile(sgd, "mse")  # 2.0 is too large: training diverges
   >>> x = np.ones([4, 1], "float32")
+  >>> data = (x, 5 * x)
   >>> with tempfile.TemporaryDirectory() as folder:
   ...   keep = callbacks.PerModelCheckpoint(f"{folder}/best")
   ...   _ = model.fit(
-  ...     *(x, 5 * x),
-  ...     epochs=3,
-  ...     verbose=0,
-  ...     callbacks=[callbacks.PerModelMetrics((x, 5 * x)), keep],
+  ...     *data, validation_data=data, epochs=3, verbose=0, callbacks=[keep]
   ...   )
   ...   Models(model).restore(f"{folder}/best")
   >>> Models(model).values(sgd.iterations).tolist()
-  [1, 1]
+  [1, 3]
 
   As Keras' ModelCheckpoint does, a new callback begins anew, whatever file is
   at its path, and the same callback in another `fit` keeps its best values. A
   run that `BackupAndRestore` resumes continues with the file: it replaces a
-  group's state only with a better one. The first worker keeps a copy of the
+  model's state only with a better one. The first worker keeps a copy of the
   file's contents in memory.
   """
 
@@ -66,8 +63,8 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
 
     Args:
       path: The file. Its folder is created if necessary.
-      monitor: The metric that decides, as `PerModelMetrics` names it, without
-        the suffix `/model_0`.
+      monitor: The metric that decides, as `fit` or `PerModelMetrics` names it,
+        without the suffix `/model_0`.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
     """
     super().__init__(monitor, mode)
@@ -118,7 +115,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
     super().set_state(outcomes[0]["numbers"])
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Writes the file if the metric of any group in the logs improved.
+    """Writes the file if the metric of any model in the logs improved.
 
     Raises:
       OSError: If the file cannot be written; raised on all workers.
@@ -127,21 +124,22 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
     if self._is_new:  # A training loop of your own need not call it.
       self.on_train_begin()
     is_first = not self._sign
-    if not self.begin(logs):
+    values = self.read(logs)
+    if values is None:
       return
     state = self.state_of_groups(with_optimizer=True)
     if is_first:
       with state.raising_on_all(f"checking {self._path.name}"):
         self._check_fits(state)
-    # The file needs a state of each group, also before a group has improved.
+    # The file needs a state of each model, also before a model has improved.
     has_none = np.isinf(self._numbers["best"])
-    improved = self.improve(logs)
+    improved = self.improve(values)
     self._numbers["best_epoch"][improved] = epoch
     if (improved | has_none).any():
       self._write(state, np.flatnonzero(improved | has_none))
 
   def _read(self) -> dict[str, Any]:
-    """Returns the best values in the file; keeps the groups' arrays."""
+    """Returns the best values in the file; keeps the models' arrays."""
     groups = nested_lib.groups_of(self.model.optimizer)
     with archive.reading(self._path) as file:
       self._kept = {n: file[n] for n in file if n.startswith("model_")}
@@ -151,7 +149,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
         if f"{self.monitor}/{name}" in file
       }
     if len(numbers.get("best", ())) != groups.num_groups:
-      raise self._misfit(f"{self.monitor} of {groups.num_groups} groups")
+      raise self._misfit(f"{self.monitor} of {groups.num_groups} models")
     if self.model.built:
       self._check_fits(self.state_of_groups())
     return numbers
@@ -176,7 +174,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
   def _write(
     self, state: group_state.GroupState, improved: Iterable[int]
   ) -> None:
-    """Replaces the improved groups' part of the file with their new state."""
+    """Replaces the improved models' part of the file with their new state."""
     topic = f"saving {self._path.name}"
     prefixes = tuple(f"model_{i}/" for i in improved)
     new = state.arrays(topic).items()

@@ -1,51 +1,57 @@
-"""Early stopping that monitors each group by its own metric."""
+"""Early stopping that monitors each model by its own metric."""
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from tf_cross_shard._src.core import optimizer_state, single_program
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.models import group_state
 
-_WEIGHTS: Final = "best_weights/"  # prefix of the best weights in a backup
+_Values: TypeAlias = dict[str, list[replicas_lib.Array]]
+
+# The beginnings of names in a backup.
+_BEST: Final = "best_weights/"
+_STOPPED: Final = "stopped/"
 
 
 class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
-  """Stops `fit` when every group has stopped improving.
+  """Stops `fit` when every model has stopped improving.
 
   The callback works like `tf.keras.callbacks.EarlyStopping`, but monitors each
-  group separately, by the group's own metric. After a group has stopped, its
-  later metrics are ignored. `fit` continues until the last group has stopped,
-  and then gives each group its own best weights.
+  model by the model's own metric: after `fit`, each model has the weights and
+  the optimizer state that it would have after a `fit` of its own. A model that
+  has stopped trains on until the last one has stopped; what it learns
+  meanwhile is discarded.
   With this package's `BackupAndRestore` in the list of callbacks, the best
   weights and wait counts survive a crash.
 
+  Under VectorizedStrategy, the callback reads the metrics of each model itself.
+  Under other strategies, put `PerModelMetrics(data)` before it.
+
   >>> import numpy as np
   >>> import tensorflow as tf
-  >>> from tf_cross_shard import CrossShardOptimizer, callbacks
-  >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-  >>> with strategy.scope():
+  >>> from tf_cross_shard import VectorizedStrategy, callbacks, schedules
+  >>> with VectorizedStrategy(2).scope():
   ...   model = tf.keras.Sequential(
   ...     [tf.keras.Input((1,)), tf.keras.layers.Dense(1)]
   ...   )
-  ...   sgd = tf.keras.optimizers.SGD(2.0)  # too large: training diverges
-  ...   model.compile(
-  ...     CrossShardOptimizer(sgd, group_assignment=[[0], [1]]), "mse"
-  ...   )
+  ...   sgd = tf.keras.optimizers.SGD(schedules.PerModel([2.0, 0.01]))
+  ...   model.compile(sgd, "mse")  # 2.0 is too large: training diverges
   >>> x = np.ones([4, 1], "float32")
   >>> stop = callbacks.PerModelEarlyStopping(patience=2)
+  >>> data = (x, 5 * x)
   >>> _ = model.fit(
-  ...   *(x, 5 * x),
-  ...   epochs=9,
-  ...   verbose=0,
-  ...   callbacks=[callbacks.PerModelMetrics((x, 5 * x)), stop],
+  ...   *data, validation_data=data, epochs=9, verbose=0, callbacks=[stop]
   ... )
   >>> stop.best_epoch, stop.stopped_epoch
-  ([0, 0], [2, 2])
+  ([0, 8], [2, 0])
   """
 
-  _counters = ("best_epoch", "wait", "stopped_epoch")
+  _counters = ("best_epoch", "wait", "stopped_epoch", "is_kept")
 
   def __init__(
     self,
@@ -62,18 +68,17 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     order differs from Keras.
 
     Args:
-      monitor: The metric that decides, as `PerModelMetrics` names it, without
-        the suffix `/model_0`.
+      monitor: The metric that decides, as `fit` or `PerModelMetrics` names it,
+        without the suffix `/model_0`.
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
       patience: The number of evaluations without improvement after which a
-        group stops.
+        model stops.
       min_delta: A metric has to be better by more than this to count as an
         improvement.
-      restore_best_weights: Whether each group receives its best weights back
-        (all of `model.variables`) when `fit` ends, even if some groups have
-        not stopped. The default of Keras is False; here, False would
-        leave each group with the weights that it had when the last group
-        stopped.
+      restore_best_weights: Whether each model receives its best weights back
+        (all of `model.variables`) when `fit` ends, even if some models have
+        not stopped. The default of Keras is False. If False, a model that has
+        stopped has the weights of that epoch.
       start_from_epoch: The number of epochs to ignore at the start.
     """
     super().__init__(monitor, mode, patience, min_delta)
@@ -82,37 +87,36 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     )
     self.restore_best_weights = restore_best_weights
     self.start_from_epoch = start_from_epoch
-    # The best values of each variable, one array per replica of this process.
-    self._weights: dict[str, list[replicas_lib.Array]] = {}
+    # By name, values of all replicas of this process: the best weights of each
+    # model, and the whole state with which it stopped.
+    self._best: _Values = {}
+    self._stopped: _Values = {}
 
   @property
   def best_epoch(self) -> list[int]:
-    """The epoch, from 0, of each group's best metric; -1 if none was finite."""
+    """The epoch, from 0, of each model's best metric; -1 if none was finite."""
     return list(map(int, self._numbers.get("best_epoch", ())))
 
   @property
   def stopped_epoch(self) -> list[int]:
-    """The epoch after which each group was stopped, or 0 if it was not."""
+    """The epoch after which each model was stopped, or 0 if it was not."""
     return list(map(int, self._numbers.get("stopped_epoch", ())))
 
   def state(self) -> dict[str, Any]:
-    """Returns counters and best weights.
-
-    The weights of a group are stored once if all its members have the same.
-    """
+    """Returns values of a group once, if all its members have the same."""
     state = super().state()
-    if not self._weights:
-      return state
-    model_state = self.state_of_groups()
-    for name, weights in self._weights.items():
-      of_replica = model_state.copies.gather(weights)
-      rows = [
-        [of_replica[r] for r in members] for members in model_state.groups
-      ]
-      is_alike = all(map(replicas_lib.are_alike, rows))
-      state[f"{_WEIGHTS}{name}"] = np.stack(
-        [array for row in rows for array in (row[:1] if is_alike else row)]
-      )
+    for prefix, kept in ((_BEST, self._best), (_STOPPED, self._stopped)):
+      model_state = self.state_of_groups() if kept else None
+      for name, values in kept.items():
+        assert model_state is not None
+        of_replica = model_state.copies.gather(values)
+        rows = [
+          [of_replica[r] for r in members] for members in model_state.groups
+        ]
+        is_alike = all(map(replicas_lib.are_alike, rows))
+        state[f"{prefix}{name}"] = np.stack(
+          [array for row in rows for array in (row[:1] if is_alike else row)]
+        )
     return state
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -123,55 +127,101 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     # A variable has one row per group or, if members differ, per replica.
     order = [replica for members in model_state.groups for replica in members]
     places = [order.index(r) for r in model_state.copies.engine.local_replicas]
-    self._weights = {
-      name.removeprefix(_WEIGHTS): [
-        rows[place * len(rows) // len(order)] for place in places
-      ]
-      for name, rows in state.items()
-      if name.startswith(_WEIGHTS)
-    }
+    self._best, self._stopped = (
+      {
+        name.removeprefix(prefix): [
+          rows[place * len(rows) // len(order)] for place in places
+        ]
+        for name, rows in state.items()
+        if name.startswith(prefix)
+      }
+      for prefix in (_BEST, _STOPPED)
+    )
 
   def on_train_begin(self, logs: Any = None) -> None:
     super().on_train_begin(logs)
-    self._weights = {}
+    self._best, self._stopped = {}, {}
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-    """Compares the metric of each group that has not stopped with its best."""
-    if not self.begin(logs) or epoch < self.start_from_epoch:
+    """Compares the metric of each model that has not stopped with its best."""
+    values = self.read(logs)
+    if values is None or epoch < self.start_from_epoch:
       return
     wait, stopped = self._numbers["wait"], self._numbers["stopped_epoch"]
     judged = stopped == 0
-    improved = self.improve(logs, judged)
-    # If no value is ever better (all NaN), the first weights are the best.
-    renewed = improved | (self.restore_best_weights and not self._weights)
+    improved = self.improve(values, judged)
     self._numbers["best_epoch"][improved] = epoch
+    # If no value is ever better (all NaN), the first weights are the best.
+    renewed = improved | (not self._best)
     if self.restore_best_weights and renewed.any():
-      self._keep(self.state_of_groups(), renewed)
+      _keep(self._best, self.state_of_groups(), renewed)
     wait[judged] += 1
     wait[improved] = 0
     stops = judged & ~improved & (wait >= self.patience)
-    # As in Keras, 0 means "not stopped", so no group stops after epoch 0.
+    # As in Keras, 0 means "not stopped", so no model stops after epoch 0.
     stopped[stops] = epoch
+    if not self.same_fit():
+      self._keep_stopped()
     if stopped.all():
       self.model.stop_training = True
 
-  def on_train_end(self, logs: Any = None) -> None:
-    """Restores each group's best weights."""
-    if not self._weights:
-      return
-    model_state = self.state_of_groups()
-    for entry in model_state.entries:
-      model_state.copies.write(entry.variable, self._weights[entry.name])
-    group_state.accept_values(self.model.optimizer)
+  def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    # Later callbacks of the epoch may have changed the learning rate.
+    self._keep_stopped()
 
-  def _keep(self, model_state: group_state.GroupState, renewed: Any) -> None:
-    """Stores the current weights of these groups as their best."""
-    replicas = model_state.copies.engine.local_replicas
-    is_renewed = [renewed[model_state.groups.index_of(r)] for r in replicas]
-    for entry in model_state.entries:
-      now = model_state.copies.here(entry.variable)
-      before = self._weights.get(entry.name, now)
-      self._weights[entry.name] = [
-        new if is_new else old
-        for new, old, is_new in zip(now, before, is_renewed, strict=True)
+  def _keep_stopped(self) -> None:
+    """Keeps the state of models that have stopped in the last epoch."""
+    if self._numbers:
+      is_kept = self._numbers["is_kept"]
+      stops = (self._numbers["stopped_epoch"] > 0) & (is_kept == 0)
+      is_kept[stops] = 1
+      if stops.any():
+        _keep(self._stopped, self._whole_state(), stops)
+
+  def on_train_end(self, logs: Any = None) -> None:
+    """Gives stopped models their state back, and all their best weights."""
+    self._keep_stopped()
+    if self._stopped:
+      state = self._whole_state()
+      _keep(self._stopped, state, self._numbers["stopped_epoch"] == 0)
+      state.assign([self._of_stopped(state, entry) for entry in state.entries])
+    if self._best:
+      state = self.state_of_groups()
+      state.assign([self._best[entry.name] for entry in state.entries])
+
+  def _of_stopped(
+    self, state: group_state.GroupState, entry: group_state.Entry
+  ) -> list[replicas_lib.Array]:
+    kept = self._stopped[entry.name]
+    optimizer = self.model.optimizer
+    if per_model_lib.rates_of(optimizer) is None or not any(
+      entry.variable is rates for rates in nested_lib.rate_variables(optimizer)
+    ):
+      return kept
+    # The rates of a PerModel are one row of all models.
+    rows = state.copies.gather(kept)
+    row = [rows[members[0]][i] for i, members in enumerate(state.groups)]
+    return [np.stack(row)] * len(kept)
+
+  def _whole_state(self) -> group_state.GroupState:
+    state = self.state_of_groups(with_optimizer=True)
+    if not single_program.are_models(self.model.distribute_strategy):
+      # Replicas that exchange gradients count the calls of a window alike.
+      windows = set(map(id, optimizer_state.windows(state.optimizer)))
+      state.entries = [
+        e for e in state.entries if id(e.variable) not in windows
       ]
+    return state
+
+
+def _keep(kept: _Values, state: group_state.GroupState, models: Any) -> None:
+  """Replaces what is kept of some models by their current values."""
+  replicas = state.copies.engine.local_replicas
+  is_new = [models[state.groups.index_of(r)] for r in replicas]
+  for entry in state.entries:
+    now = state.copies.here(entry.variable)
+    before = kept.get(entry.name, now)
+    kept[entry.name] = [
+      new if is_now else old
+      for new, old, is_now in zip(now, before, is_new, strict=True)
+    ]

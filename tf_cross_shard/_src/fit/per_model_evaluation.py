@@ -3,7 +3,7 @@
     metric variables [n, ...] ─ get_metrics_result, n times ─▶ n results
 
 `evaluate` of Keras takes 20 ms of Python, however small model and data are. A
-`tf.function` over all batches takes less, for each group that is evaluated.
+`tf.function` over all batches takes less, for each model that is evaluated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,7 @@ _HOOKS = "evaluate", "make_test_function", "test_step", "reset_metrics"
 
 
 def is_traceable(model: Any) -> bool:
-  """Returns whether calling `test_step` does the same as Keras' `evaluate`.
-
-  A model that overrides a step of the evaluation, or that runs eagerly, needs
-  `evaluate` itself.
-  """
+  """Returns whether calling `test_step` does the same as Keras' `evaluate`."""
   return not model.run_eagerly and not keras_private.overrides(model, _HOOKS)
 
 
@@ -46,25 +42,27 @@ def program(model: Any, data: tf.data.Dataset) -> Callable[[], Any]:
 
 
 class MetricsOfModels:
-  """Reads what the metrics of each model of a VectorizedStrategy show.
+  """What the metrics of each model show; Keras returns the models' mean."""
 
-  Keras' `fit` and `evaluate` update the metrics of all models in one program,
-  and return the mean over the models.
-  """
-
-  def __init__(self) -> None:
+  def __init__(self, model: Any) -> None:
+    self._model = model
     self._variables: list[Any] = []
     self._results: Any = None
+    self._training: dict[str, list[Any]] = {}
+    self._validation: dict[str, list[Any]] = {}
+    # The logs of the last epoch, and what they report, for each model.
+    self._logs: Any = None
+    self._found: dict[str, list[Any]] = {}
 
-  def read(self, model: Any) -> dict[str, list[Any]]:
+  def read(self) -> dict[str, list[Any]]:
     """Returns the metrics by name, with a value for each model."""
-    strategy = model.distribute_strategy
-    variables = [v for metric in model.metrics for v in metric.variables]
+    strategy = self._model.distribute_strategy
+    variables = [v for metric in self._model.metrics for v in metric.variables]
     # Metrics get variables with their first batch, and others in `compile`.
     if list(map(id, variables)) != list(map(id, self._variables)):
       self._variables = variables
       function = tf.function(
-        lambda: strategy.run(model.get_metrics_result), autograph=False
+        lambda: strategy.run(self._model.get_metrics_result), autograph=False
       )
       # TensorFlow warns of a function that is made again in each `fit`.
       self._results = function.get_concrete_function()
@@ -73,23 +71,35 @@ class MetricsOfModels:
       for name, values in flat(self._results()).items()
     }
 
-  def by_group(
-    self,
-    model: Any,
-    keys: Sequence[str],
-    reported: Mapping[str, Any] | None = None,
-  ) -> dict[str, Any]:
-    """Returns each group's metrics; only those `reported`, if that is given.
+  def begin_validation(self) -> None:
+    """Reads the training metrics, which Keras is about to reset."""
+    self._training = self.read()
 
-    Keras reports no metric that a step of the user's own does not return.
-    """
-    groups = nested.groups_of(model.optimizer)
-    return {
-      f"{name}/{key}": of_model[members[0]]
-      for name, of_model in self.read(model).items()
-      if reported is None or name in flat(reported)
-      for key, members in zip(keys, groups, strict=True)
-    }
+  def end_validation(self) -> None:
+    self._validation = {f"val_{name}": x for name, x in self.read().items()}
+
+  def of_epoch(self, logs: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns the metrics that the logs of an epoch report, for each model."""
+    if logs is not self._logs:
+      self._logs = logs
+      if not self._validation.keys() & logs.keys():  # None in this epoch.
+        self._training = self.read()
+      found = (self._training | self._validation).items()
+      # Keras reports no metric that a step of the user's own does not return.
+      self._found = {name: values for name, values in found if name in logs}
+    return self._found
+
+
+def by_key(
+  model: Any, keys: Sequence[str], found: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+  """Returns `{"loss/model_0": value}` for `{"loss": values of the models}`."""
+  groups = nested.groups_of(model.optimizer)
+  return {
+    f"{name}/{key}": values[members[0]]
+    for name, values in found.items()
+    for key, members in zip(keys, groups, strict=True)
+  }
 
 
 def as_value(value: Any) -> Any:

@@ -1,25 +1,25 @@
-"""Evaluates every group on all of the validation data, as a separate model.
+"""Evaluates every model on all of the validation data, as a separate model.
 
 Under VectorizedStrategy, Keras evaluates all models in one program:
 
     evaluate ─▶ metric variables [n, ...] ─▶ val_loss/model_i
 
-Elsewhere, each group is evaluated in a plain model:
+Elsewhere, each model is evaluated in a plain model:
 
-    weights of group i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/model_i
-    all groups ─▶ mean of their predictions ─▶ val_loss/ensemble
+    weights of model i ─▶ twin (a plain model) ─▶ evaluate ─▶ val_loss/model_i
+    all models ─▶ mean of their predictions ─▶ val_loss/ensemble
 """
 
 import math
-import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 from absl import logging
 
 from tf_cross_shard._src.core import (
   optimizer_state,
-  single_program,
 )
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
@@ -29,23 +29,24 @@ from tf_cross_shard._src.fit import (
   evaluators,
   keras_fit,
   per_model_callback,
-  per_model_evaluation,
 )
 from tf_cross_shard._src.models import group_state
 
-_NO_VALIDATION: Final = (
-  "reads the metrics of fit(validation_data=...), and this `fit` has no"
-  " validation_data. Pass it to `fit` or to PerModelMetrics."
-)
+# How numbers of up to 20 models are printed; of more, the first and the last.
+_LINE: Final[dict[str, Any]] = {
+  "formatter": {"float_kind": "{:.4g}".format},
+  **{"threshold": 20, "max_line_width": sys.maxsize},
+}
 
 
-class PerModelMetrics(per_model_callback.PerModelCallback):
-  """Adds the metrics of every group to the logs when an epoch ends.
+class PerModelMetrics(per_model_callback.PerModelReader):
+  """Adds the metrics of every model to the logs when an epoch ends.
 
-  The metrics of each group are `val_loss/model_0`, `val_accuracy/model_0` and
+  The metrics of each model are `val_loss/model_0`, `val_accuracy/model_0` and
   so on, or have the names of the groups (`groups.singletons(2, names=["a",
-  "b"])`). You see them in the history and in Keras' progress bar. Callbacks of
-  this package that come later in the list read them.
+  "b"])`). You find them in the history. Callbacks that come later in the list
+  read them. Unless `verbose=0`, one line is printed for each metric, below
+  Keras' line of the epoch.
 
   **Under VectorizedStrategy**, `fit(validation_data=...)` evaluates all models
   in one program, and `PerModelMetrics()` reads the metrics of each model:
@@ -70,8 +71,8 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
 
   **Under other strategies**, use `PerModelMetrics(data)` instead of
   `fit(validation_data=...)`: there, each replica evaluates its share of the
-  rows with the weights of its own group, and the result is a mean that
-  describes none of the groups. To evaluate a group, the callback loads its
+  rows with the weights of its own model, and the result is a mean that
+  describes none of the models. To evaluate a model, the callback loads its
   weights into a second model of the same architecture, the *twin*. The twin is
   a plain Keras model without replicas, compiled with copies of the model's loss
   and metrics.
@@ -91,16 +92,16 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
   >>> sorted(key for key in history if "model_1" in key)
   ['loss/model_1', 'val_loss/model_1']
 
-  With data, the callback also evaluates the mean of all groups' predictions, as
+  With data, the callback also evaluates the mean of all models' predictions, as
   `val_loss/ensemble`. It changes no variable of the model.
 
-  `loss/model_0` and so on are the training losses of each group on its own
+  `loss/model_0` and so on are the training losses of each model on its own
   examples; under VectorizedStrategy, there are all training metrics. On several
   machines, the first worker evaluates and sends the metrics to the other
   workers.
 
-  Do not use Keras' ModelCheckpoint to keep the best weights: it saves group 0,
-  whichever group it monitors.
+  Do not use Keras' ModelCheckpoint to keep the best weights: it saves model 0,
+  whichever model it monitors.
   """
 
   def __init__(
@@ -120,9 +121,9 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
         `fit`. On several machines, the data of the first worker are used. None
         reads the metrics of `fit(validation_data=...)` under VectorizedStrategy
         instead; then all other arguments keep their defaults.
-      ensemble: Whether to also evaluate the mean prediction of all groups, if
-        there are several groups. Outside of VectorizedStrategy, this needs one
-        more plain model for each group. If `per_model` gives each model its
+      ensemble: Whether to also evaluate the mean prediction of all models, if
+        there are several. Outside of VectorizedStrategy, this needs one more
+        plain model for each model. If `per_model` gives each model its
         own data, the ensemble is not evaluated.
       every: Evaluate after the first epoch, and then after each epoch whose
         number, counted from 1, is a multiple of `every`.
@@ -170,23 +171,20 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
       self._data = evaluation_data.EvaluationData(
         validation_data, batch_size, steps
       )
-    self.prefix = f"{name}_"
-    self._name = name
+    self.prefix = "" if validation_data is None else f"{name}_"
+    self.name = name
     self._ensemble = ensemble
     self.every = every
     self._twin = twin
     self.diverged: set[str] = set()
     self._names: list[str] = []
-    # The metrics of training and of the validation of `fit`, in this epoch.
-    self._training: dict[str, Any] = {}
-    self._validation: dict[str, Any] = {}
-    # Of models that are one program: reads the metrics of each of them.
-    self._of_models: per_model_evaluation.MetricsOfModels | None = None
-    # What evaluates the groups on the data; None before the first evaluation.
+    # The training losses in this epoch, where replicas are no models.
+    self._losses: dict[str, Any] = {}
+    # What evaluates the models on the data; None before the first evaluation.
     self._evaluator: (
       evaluators.ModelsEvaluator | evaluators.TwinEvaluator | None
     ) = None
-    # The names of the metrics, without prefix and group; None if unknown.
+    # The names of the metrics, without prefix and model; None if unknown.
     self._known: list[str] | None = None
 
   def on_train_begin(self, logs: Any = None) -> None:
@@ -194,10 +192,10 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
     self._check_strategy()
     for warnings in optimizer_state.group_warnings_of(self.model.optimizer):
       warnings.is_evaluated_by_group = True
-    if self.prefix in self.prefixes_before():
+    if self.name in [c.name for c in self._all() if c is not self]:
       raise ValueError(
         "`name` must not be that of another PerModelMetrics in the list of"
-        f" callbacks; got {self._name!r} twice. Give the second one a name:"
+        f" callbacks; got {self.name!r} twice. Give the second one a name:"
         ' PerModelMetrics(test_data, name="test").'
       )
     self._evaluator = None
@@ -205,7 +203,11 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
     self.diverged = set()
     if self._data is None:
       if not keras_fit.may_validate():
-        logging.warning("PerModelMetrics() %s", _NO_VALIDATION)
+        logging.warning(
+          "PerModelMetrics() reads the metrics of fit(validation_data=...), but"
+          " this `fit` has no validation_data. Pass it to `fit` or to"
+          " PerModelMetrics."
+        )
     elif self.model.built:  # An unbuilt model has no weights to evaluate yet.
       self._make_evaluator()
       assert self._evaluator is not None
@@ -213,12 +215,14 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
       found = self._evaluator.evaluate(one_batch=True)
       self._known = list(dict.fromkeys(n.rpartition("/")[0] for n in found))
 
+  def _all(self) -> list["PerModelMetrics"]:
+    """Returns all PerModelMetrics of the `fit`."""
+    every = self.same_fit() or [self]
+    return [c for c in every if isinstance(c, PerModelMetrics)]
+
   def _check_strategy(self) -> None:
-    """Finds out whether Keras evaluates the groups; checks the arguments."""
-    strategy = self.model.distribute_strategy
-    self._of_models = None
-    if single_program.are_models(strategy):
-      self._of_models = per_model_evaluation.MetricsOfModels()
+    """Checks the arguments that depend on the strategy."""
+    if self.of_models is not None:
       if self._twin is not None:
         raise ValueError(
           "`twin` must be None under VectorizedStrategy, where the model itself"
@@ -228,120 +232,92 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
     elif self._data is None:
       raise ValueError(
         "`validation_data` must be given under"
-        f" {type(strategy).__name__}, because each replica evaluates its share"
-        " of the rows in fit(validation_data=...); got None. Use"
-        " PerModelMetrics((x, y)), which evaluates each group on all rows."
+        f" {type(self.model.distribute_strategy).__name__}, because each"
+        " replica evaluates its share of the rows in fit(validation_data=...);"
+        " got None. Use PerModelMetrics((x, y)), which evaluates each model on"
+        " all rows."
       )
 
   def check_monitor(self, monitor: str, callback: str) -> None:
-    """Raises `ValueError` if no metric has this name, as far as is known."""
-    if self._data is None and not keras_fit.may_validate():
-      raise ValueError(
-        f"{callback} has monitor={monitor!r}, but PerModelMetrics()"
-        f" {_NO_VALIDATION}"
-      )
-    metric = monitor.removeprefix(self.prefix)
-    names, is_known = self._known, (self._known or ()).__contains__
+    names = self._known
     if names is None and self._twin is None:
-      # Keras adds the name of the output, and numbers repeated names.
       names = keras_fit.names_of_metrics(self.model)
-      base = re.sub(r"_\d+$", "", metric)
-      is_known = lambda name: any(  # noqa: E731
-        f"_{x}".endswith(f"_{y}") for x in (name, base) for y in names or ()
-      )
-    if names is not None and not is_known(metric):
-      raise ValueError(
-        f"{callback} has monitor={monitor!r}, but `model` is compiled with the"
-        f" metrics {sorted(f'{self.prefix}{name}' for name in set(names))}."
-        " Monitor one of them, or add the metric to `metrics` of compile()."
-      )
+    keras_fit.check_monitor(
+      *(callback, monitor, (self.prefix,), names), self._known is not None
+    )
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    """Clears the metrics of the previous epoch."""
-    self._training, self._validation = {}, {}
+    self._losses = {}
 
   def on_test_begin(self, logs: Any = None) -> None:
     """Reads the training metrics, which Keras is about to reset."""
     super().on_test_begin(logs)
-    self._training = self._training or self._metrics_of_training()
-
-  def on_test_end(self, logs: Any = None) -> None:
-    """Reads the metrics of each model that `fit` has evaluated."""
-    if self._data is None and self._of_models is not None:
-      validation = self._of_models.by_group(self.model, self.keys, logs)
-      self._validation = self._prefixed(validation)
+    self._losses = self._losses or self._losses_of_training()
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Evaluates, and adds the metrics to the logs for later callbacks."""
     self._names = per_model_callback.group_names(self.model.optimizer)
+    found = self.metrics_of_models({} if logs is None else logs)
+    of_fit = {n: x for n, x in found.items() if n.startswith("val_")}
     if logs is not None:
-      training = self._training or self._metrics_of_training()
-      reported = [*logs]
-      for name, value in training.items():
-        if name.rpartition("/")[0] in reported or self._of_models is None:
-          logs[name] = value
+      logs.update({n: x for n, x in found.items() if n not in of_fit})
+      logs.update(self._losses or self._losses_of_training())
     if self._data is None:
-      metrics = self._validation
+      metrics = of_fit
     elif epoch and (epoch + 1) % self.every:
       return
     else:
-      metrics = self._evaluate_groups()
+      metrics = self._evaluate()
     self._warn_of_diverged(epoch, metrics)
     if logs is not None:
       logs.update(metrics)
+    if (self.params or {}).get("verbose"):
+      self._print(metrics)
 
-  def _evaluate_groups(self) -> dict[str, Any]:
+  def _print(self, metrics: dict[str, Any]) -> None:
+    """Prints a line for each metric, below what Keras prints of the epoch."""
+    for name in dict.fromkeys(n.rpartition("/")[0] for n in metrics):
+      of_name = {n: x for n, x in metrics.items() if n.startswith(f"{name}/")}
+      ends = dict.fromkeys([next(iter(of_name)), next(reversed(of_name))])
+      numbers = np.array2string(np.array([*of_name.values()]), **_LINE)
+      print(" to ".join(ends), numbers.replace("\n", ""))
+
+  def _evaluate(self) -> dict[str, Any]:
     if self._evaluator is None:
       self._make_evaluator()
     assert self._evaluator is not None
-    self._state.compare_workers("evaluating groups")
+    self._state.compare_workers("evaluating models")
     group_state.warn_if_collapsed(self.model.optimizer)
-    return self._prefixed(self._evaluator.evaluate())
-
-  def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{self.prefix}{name}": x for name, x in metrics.items()}
+    found = self._evaluator.evaluate().items()
+    return {f"{self.prefix}{name}": value for name, value in found}
 
   def _warn_of_diverged(self, epoch: int, metrics: dict[str, Any]) -> None:
-    """Warns once of each group, or trial, whose loss is not finite."""
-    diverged = {
-      name: metrics[f"{self.prefix}loss/{key}"]
+    """Warns once of each model, or trial, whose loss is not finite."""
+    told = self._all()[0].diverged  # One of several PerModelMetrics remembers.
+    loss = f"{self.name}_loss"
+    new = {
+      name: metrics[f"{loss}/{key}"]
       for name, key in zip(self._names, self.keys, strict=True)
-      if name and not math.isfinite(metrics.get(f"{self.prefix}loss/{key}", 0))
+      if name not in told and not math.isfinite(metrics.get(f"{loss}/{key}", 0))
     }
-    for other in self.same_fit() or [self]:
-      if isinstance(other, PerModelMetrics):
-        new = {n: x for n, x in diverged.items() if n not in other.diverged}
-        other.diverged.update(new)
-        break  # One of several PerModelMetrics in a `fit` remembers.
+    told.update(new)
     if new:
       logging.warning(
-        "These groups diverged: %s, in epoch %d. PerModelEarlyStopping"
-        " and PerModelCheckpoint count a diverged group as the worst.",
-        ", ".join(f"{name} ({self.prefix}loss {new[name]})" for name in new),
+        "These models diverged: %s, in epoch %d. PerModelEarlyStopping and"
+        " PerModelCheckpoint count a diverged model as the worst.",
+        ", ".join(f"{name} ({loss} {new[name]})" for name in new),
         epoch,
       )
 
-  def _metrics_of_training(self) -> dict[str, Any]:
-    """Returns what `fit` has counted for each group in this epoch.
-
-    These are all metrics of models that are one program. Elsewhere, it is the
-    training loss alone, from the model's metric "loss":
-
-    loss of a group = sum of its members' totals / sum of their counts
-
-    It is Keras' own metric, or that of a model with its own `train_step`.
-    """
-    if not self.same_fit() or self.prefixes_before():
+  def _losses_of_training(self) -> dict[str, Any]:
+    """Returns sum of members' totals / sum of counts of the metric "loss"."""
+    if self.of_models or not self.same_fit() or self._all()[0] is not self:
       return {}
-    if self._of_models is not None:
-      return self._of_models.by_group(self.model, self.keys)
     trackers = [
       metric.variables
       for metric in self.model.metrics
       if metric.name == "loss" and len(metric.variables) == 2
     ]
-    if not trackers:
-      return {}
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     replicas = range(copies.engine.num_replicas)
     groups = nested_lib.groups_of(self.model.optimizer, copies.engine.strategy)
@@ -363,11 +339,11 @@ class PerModelMetrics(per_model_callback.PerModelCallback):
     self._state = state = self.state_of_groups()
     has_ensemble = self._ensemble and state.groups.num_groups > 1
     with variables_lib.outside_of_strategies():
-      if self._of_models is None:
+      if self.of_models is None:
         self._evaluator = evaluators.TwinEvaluator(
           *(self.model, self.keys, self._data, state, self._twin, has_ensemble)
         )
       else:
         self._evaluator = evaluators.ModelsEvaluator(
-          *(self.model, self.keys, self._data, self._of_models, has_ensemble)
+          *(self.model, self.keys, self._data, self.of_models, has_ensemble)
         )

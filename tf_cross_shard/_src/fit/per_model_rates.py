@@ -12,7 +12,7 @@ from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 
 def check(model: Any, caller: str) -> None:
-  """Raises `TypeError` unless the groups' learning rates can be set.
+  """Raises `TypeError` unless the models' learning rates can be set.
 
   The error names the `caller`.
   """

@@ -1,4 +1,4 @@
-"""Writes the metrics of each group as a separate TensorBoard run."""
+"""Writes the metrics of each model as a separate TensorBoard run."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,22 +19,23 @@ _TEXT: Final = tf.compat.v1.SummaryMetadata(
 )
 
 
-class PerModelTensorBoard(per_model_callback.PerModelCallback):
-  """Writes one TensorBoard run per group, after each epoch.
+class PerModelTensorBoard(per_model_callback.PerModelReader):
+  """Writes one TensorBoard run per model, after each epoch.
 
       log_dir/model_0    val_loss, val_accuracy, learning_rate, drift, ...
       log_dir/model_1    the same tags
       log_dir/ensemble   val_loss, val_accuracy
 
-  All groups use the same tags, so that TensorBoard draws their curves into one
-  chart. With `PerModel([0.1, 0.01])`, the runs of the groups are named `lr=0.1`
-  and `lr=0.01`. `val_loss` and similar metrics are those that `PerModelMetrics`
-  wrote into the logs. `drift` is the distance of the trained weights `w_i` of
-  group `i` from the mean over all groups:
+  All models use the same tags, so that TensorBoard draws their curves into one
+  chart. With `PerModel([0.1, 0.01])`, the runs of the models are named `lr=0.1`
+  and `lr=0.01`. `val_loss` and so on are the metrics of `fit` under
+  VectorizedStrategy, and those that `PerModelMetrics` wrote into the logs.
+  `drift` is the distance of the trained weights `w_i` of
+  model `i` from the mean over all models:
 
       drift_i = sqrt(mean over all elements of (w_i - mean_j w_j)**2)
 
-  TensorBoard's page of texts shows the name of each group and its learning rate
+  TensorBoard's page of texts shows the name of each model and its learning rate
   after the first epoch.
 
   >>> import os, tempfile
@@ -75,7 +76,7 @@ class PerModelTensorBoard(per_model_callback.PerModelCallback):
     """Writes one point to each curve, at the number of the epoch, from 0."""
     optimizer = self.model.optimizer
     state = self.state_of_groups()
-    state.compare_workers("drawing groups")
+    state.compare_workers("drawing models")
     first = [members[0] for members in state.groups]
     tags: dict[str, list[Any]] = {
       "learning_rate": self._rates(state),
@@ -85,7 +86,8 @@ class PerModelTensorBoard(per_model_callback.PerModelCallback):
       key: {tag: values[i] for tag, values in tags.items()}
       for i, key in enumerate(self.keys)
     }
-    for name, value in (logs or {}).items():
+    logs = {} if logs is None else logs
+    for name, value in (self.metrics_of_models(logs) | logs).items():
       tag, _, run = name.rpartition("/")
       if run not in (*runs, "ensemble"):
         continue
@@ -99,7 +101,7 @@ class PerModelTensorBoard(per_model_callback.PerModelCallback):
       for folder, scalars in zip(folders, runs.values(), strict=False):
         about = {}
         if folder != "ensemble":
-          about = {"group": folder, "learning_rate": scalars["learning_rate"]}
+          about = {"model": folder, "learning_rate": scalars["learning_rate"]}
         self._write(folder, epoch, scalars, about)
 
   def on_train_end(self, logs: Any = None) -> None:
@@ -131,7 +133,7 @@ class PerModelTensorBoard(per_model_callback.PerModelCallback):
     self._writers[run].flush()
 
   def _rates(self, state: group_state.GroupState) -> list[float]:
-    """Returns the learning rate of each group, as its replicas compute it."""
+    """Returns the learning rate of each model, as its replicas compute it."""
     strategy, optimizer = state.copies.engine.strategy, self.model.optimizer
 
     def rate() -> tf.Tensor:
@@ -145,7 +147,7 @@ class PerModelTensorBoard(per_model_callback.PerModelCallback):
 
 
 def _drift(state: group_state.GroupState, first: list[int]) -> list[float]:
-  """Returns the root mean square distance of each group from the mean.
+  """Returns the root mean square distance of each model from the mean.
 
   Only trained weights count. `first` has the first replica of each group.
   """

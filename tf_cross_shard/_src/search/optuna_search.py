@@ -63,7 +63,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   ...   validation_data=(x, 5 * x),
   ...   epochs=search.most_epochs,
   ...   verbose=0,
-  ...   callbacks=[callbacks.PerModelMetrics(), search],
+  ...   callbacks=[search],
   ... )
   >>> best = search.best_model()
   >>> best.compile(loss="mse")
@@ -104,8 +104,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
         `optuna.TrialPruned`. It is also called once before the first trial.
       trials: The number of trials.
       epochs: The number of epochs of a trial.
-      monitor: The metric that is reported, as `PerModelMetrics` names it,
-        without the suffix `/model_0`.
+      monitor: The metric that is reported, as `fit` or PerModelMetrics names
+        it, without the suffix `/model_0`.
       mode: `"min"`, `"max"`, or `"auto"`. The study's `direction` must agree.
       folder: A folder for the weights of the best trials. None keeps them in
         memory. Processes that share a study can share the folder.
@@ -244,14 +244,15 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Reports the metrics; models whose trial has ended take the next one."""
     with self._failing():
-      if not self.begin(logs):
+      metrics = self.read(logs)
+      if metrics is None:
         return
       self._check_windows()
       better, ended = [], []
       for i, running in enumerate(self._running):
         if running is None:
           continue
-        value = float(logs[f"{self.monitor}/{self.keys[i]}"])
+        value = float(metrics[i])
         if self._trials.report(running, value, self.epochs):
           ended.append((i, running))
           self._running[i] = None
