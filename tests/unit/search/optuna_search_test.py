@@ -620,7 +620,7 @@ def test_wrong_settings() -> None:
   for returned[0], words in (
     ([0.1], r"`suggest` must return a dictionary .*; got \[0.1\]"),
     ({"learning_rate": math.nan}, "dictionary of finite numbers"),
-    ({"learning_rate": "0.1"}, "dictionary of finite numbers"),
+    ({"activation": "relu"}, "got .*'relu'.*choice, return its index"),
     ({"momentum_1": 0.5}, "Nothing has the name 'momentum_1' that `suggest`"),
     ({"beta1": 0.5, "rate": 0}, r"did you mean 'beta_1'\?.*, .*dropout/rate\."),
     ({"ate": 0}, r"did you mean 'rate'\?"),

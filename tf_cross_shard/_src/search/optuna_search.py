@@ -146,7 +146,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._running: list[study_lib.Running | None] = []
     # By name, the initial values of each model.
     self._initial: weights_lib.Weights = {}
-    self._is_resumed = self._has_trained = False
+    self._has_trained = False
 
   @property
   def most_epochs(self) -> int:
@@ -181,16 +181,16 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
           "OptunaSearch needs metrics after each epoch, but PerModelMetrics has"
           f" every={getattr(other, 'every', 1)}. Use every=1."
         )
-    self._direction()
     folders = [c.backups for c in self.same_fit() if c.backups]
     if not folders:
       self._fail_all()  # An error of another callback has ended a `fit`.
     if self._trials.study is not self.study:
       self._reset()
+    self._direction()
     num_models = len(self.keys)
     self._running = [None] * num_models
     self._best.kept = [{} for _ in range(num_models)]
-    self._is_resumed = self._has_trained = False
+    self._has_trained = False
     self._trials.begin(folders[0] if folders else "")
     if self._trials.asked >= self.trials:
       self.model.stop_training = True
@@ -234,11 +234,11 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   # Trials.
 
   def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-    """Starts trials, unless a backup was restored in which all are running."""
-    if not self._has_trained and not self._is_resumed:
-      self._trials.ask_again()
-    self._has_trained = True
+    """Starts trials in models without one: in all, without a backup."""
     with self._failing():
+      if not self._has_trained:
+        self._trials.ask_again()
+      self._has_trained = True
       self._start([i for i, r in enumerate(self._running) if r is None])
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -338,7 +338,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
   def on_train_end(self, logs: Any = None) -> None:
     """Tells the study that trials which did not end have failed."""
     keras_fit.begin_at(self.model, None)
-    left, missing = self._fail_all(), self.trials - self._trials.asked
+    missing, left = self.trials - self._trials.asked, self._fail_all()
     if not self._has_trained and missing <= 0:
       logging.warning(
         "OptunaSearch trains nothing, because its %d trials have ended. To add"
@@ -392,7 +392,6 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     best = about["best"] and study_lib.Running(**about["best"])
     self._best.set_state(best, parts)
     self._initial = parts["initial"]
-    self._is_resumed = True
     self._trials.resume(about["fit"], self._running)
     self._settings.write(self.model, self._running)
     self.model.stop_training = not any(self._running) and (

@@ -71,8 +71,8 @@ class Trials:
   Attributes:
     study: The study.
     fit: Identifies the `fit` whose trials these are.
-    backups: The folder of the program's backups; "" without backups.
-    asked: How many trials that count the study was asked for.
+    backups: The folder of the program's backups, which is its name when it is
+      started again; "" without backups.
   """
 
   def __init__(
@@ -80,18 +80,31 @@ class Trials:
   ) -> None:
     self.study = study
     self.fit = uuid.uuid4().hex
-    self.backups = ""
-    self.asked = 0
     self._suggest = suggest
     self._names: set[str] = set()
     self._optuna = import_optuna()
     self._states = self._optuna.trial.TrialState
+    self.begin("")
+
+  def begin(self, backups: str) -> None:
+    """Begins a `fit`, whose backup has what an earlier `fit` left running."""
+    self.backups = backups
     self._trials: dict[int, Any] = {}  # The running ones, by number.
 
   @property
   def sign(self) -> float:
     """1.0 if the study maximizes, -1.0 if it minimizes."""
     return 1.0 if self.study.direction.name == "MAXIMIZE" else -1.0
+
+  @property
+  def asked(self) -> int:
+    """How many trials this program has asked for, earlier fits included."""
+    ended = [
+      trial
+      for trial in self._mine()
+      if trial.state.is_finished() and _AGAIN not in trial.user_attrs
+    ]
+    return len(ended) + len(self._trials)
 
   def probe(self) -> dict[str, float]:
     """Returns the settings of a trial that is not one of the study."""
@@ -116,7 +129,6 @@ class Trials:
       trial = self.study.ask()
       trial.set_user_attr(_FIT, self.fit)
       trial.set_user_attr(_BACKUPS, self.backups)
-      self.asked += 1
       self._trials[trial.number] = trial
       running = Running(trial.number, {})
       try:
@@ -171,9 +183,6 @@ class Trials:
   def resume(self, fit: str, running: Sequence[Running | None]) -> None:
     """Continues after a kill, with the trials that were running in a backup.
 
-    Trials that the study was asked for after the backup are marked as failed,
-    and their settings are asked for again.
-
     Raises:
       CheckpointError: If the study does not have the trials of the backup.
     """
@@ -186,34 +195,19 @@ class Trials:
           " study in a file or a database, such as"
           " create_study(storage='sqlite:///study.db', load_if_exists=True)."
         )
-      found = trials.pop(each.number)
+      found = trials[each.number]
       each.is_over = found.state.is_finished()
       each.reported = max(found.intermediate_values, default=-1)
       if not each.is_over:
         self._trials[each.number] = self._trial(found)
-    self.asked = sum(each is not None for each in running)
-    for trial in trials.values():
-      if trial.state.is_finished():
-        self.asked += _AGAIN not in trial.user_attrs
-      else:
-        self._ask_again(trial)
-
-  def begin(self, backups: str) -> None:
-    """Counts the trials that earlier fits of this program have trained.
-
-    A program with backups is known by their folder.
-    """
-    self.backups = backups
-    self.asked = sum(
-      trial.state.is_finished() and _AGAIN not in trial.user_attrs
-      for trial in self._mine()
-    )
 
   def ask_again(self) -> None:
-    """Asks again for what a kill before the first backup left running."""
+    """Asks again for what a kill left running that no backup has."""
     for trial in self._mine():
-      if trial.state == self._states.RUNNING:
-        self._ask_again(trial)
+      if not trial.state.is_finished() and trial.number not in self._trials:
+        self._trial(trial).set_user_attr(_AGAIN, True)
+        self.study.tell(trial.number, state=self._states.FAIL)
+        self.study.enqueue_trial(trial.params)
 
   def _mine(self) -> list[Any]:
     return [
@@ -222,11 +216,6 @@ class Trials:
       if trial.user_attrs.get(_FIT) == self.fit
       or (self.backups and trial.user_attrs.get(_BACKUPS) == self.backups)
     ]
-
-  def _ask_again(self, trial: Any) -> None:
-    self._trial(trial).set_user_attr(_AGAIN, True)
-    self.study.tell(trial.number, state=self._states.FAIL)
-    self.study.enqueue_trial(trial.params)
 
   def _trial(self, frozen: Any) -> Any:
     return self._optuna.trial.Trial(self.study, frozen._trial_id)  # noqa: SLF001
@@ -242,7 +231,8 @@ class Trials:
     if not is_valid or not settings:
       raise ValueError(
         "`suggest` must return a dictionary of finite numbers, such as"
-        f" {{'learning_rate': 0.1}}; got {settings!r}."
+        f" {{'learning_rate': 0.1}}; got {settings!r}. Of a categorical choice,"
+        " return its index."
       )
     names = self._names = self._names or set(settings)
     if names != set(settings):
