@@ -89,7 +89,7 @@ def _expected(model: Any, members: Sequence[int], x: Any = X) -> Any:
   return x @ found[6][first] + found[7][first]
 
 
-# ------------------------------------------------------------------ load_group
+# ------------------------------------------------------------------------ load
 
 
 @in_both
@@ -450,7 +450,7 @@ def test_errors_change_nothing(library: str, tmp_path: pathlib.Path) -> None:
   other = plain
   before = state()
   optimizer.build(model.trainable_variables)
-  for wrong in (-1, 2, True, 1.0, "0", None):
+  for wrong in (-3, 2, True, 1.0, "0", None):
     words = "must be an integer from 0 to 1; got"
     with pytest.raises(ValueError, match=f"`i` {words}"):
       Models(model, optimizer).load(wrong, plain)
@@ -511,7 +511,7 @@ def test_models_that_cannot_be_cloned_or_combined(library: str) -> None:
     return net
 
   model, optimizer = _made("mirrored", library, make)
-  with pytest.raises(ValueError, match=r"as `into` to load_group .* `twin`\."):
+  with pytest.raises(ValueError, match=r"to Models\.load as `into`.* `twin`\."):
     Models(model, optimizer)[1]
   plain = Models(model, optimizer).load(1, make(home))
   kernel, bias = (testbed.copies(v)[1] for v in model.variables)

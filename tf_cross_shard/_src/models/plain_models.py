@@ -214,8 +214,8 @@ def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
     raise ValueError(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
       f" Create and build a second {cls.__name__} yourself, outside"
-      " `strategy.scope()`, and pass it as `into` to load or best_model."
-      " For PerModelMetrics, pass a function that returns one as `twin`."
+      " `strategy.scope()`, and pass it to Models.load as `into`. To"
+      " PerModelMetrics, pass a function that returns one as `twin`."
     ) from error
   finally:
     random.setstate(numbers)
