@@ -221,6 +221,53 @@ class TestOwnData:
     result = strategy.run(lambda x, y: tf.reduce_sum(x) + y[0, 0], pair)
     assert testbed.per_replica_results(strategy, result) == [6.0, 26.0, 46.0]
 
+  @pytest.mark.parametrize("wrapper", ["plain", "wrapped"])
+  def test_own_batches_of_train_on_batch(self, wrapper: str) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 8, 4)).astype("float32")
+    y = x[..., :1]
+
+    def compiled() -> Any:
+      dense = keras.layers.Dense(1, kernel_initializer="ones")
+      model = keras.Sequential([keras.Input((4,)), dense])
+      sgd = keras.optimizers.SGD(0.1)
+      is_own = wrapper == "plain" or not tf.distribute.has_strategy()
+      model.compile(sgd if is_own else CrossShardOptimizer(sgd), "mse")
+      return model
+
+    with VectorizedStrategy(2).scope():
+      model = compiled()
+    for _ in range(3):
+      model.train_on_batch(per_model(x), per_model(y))
+    losses, predictions = [], []
+    for i in range(2):
+      plain = compiled()
+      for _ in range(3):
+        plain.train_on_batch(x[i], y[i])
+      for v, w in zip(model.weights, plain.get_weights(), strict=True):
+        np.testing.assert_allclose(testbed.copies(v)[i], w, atol=1e-6)
+      losses.append(plain.test_on_batch(x[i], y[i]))
+      predictions.append(plain.predict_on_batch(x[i]))
+    loss = model.test_on_batch(per_model(x), per_model(y))
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+    predicted = model.predict_on_batch(per_model(x))
+    np.testing.assert_allclose(predicted, np.concatenate(predictions), 1e-5)
+
+  def test_arrays_of_fit_are_those_of_all_models(self) -> None:
+    x = np.ones([4, 3], "float32")
+    with VectorizedStrategy(2).scope():
+      model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+      model.compile("sgd", "mse", weighted_metrics=[])
+    words = r"dataset_per_model"
+    for y in (x[:, :1], x[:, 0]):
+      for batch_size in (2, 4):
+        with pytest.raises(ValueError, match=words):
+          model.fit(x, y, batch_size, verbose=0, sample_weight=np.ones([4, 2]))
+    own = per_model(np.ones([2, 4, 3], "float32"))
+    for data in ((own, x[:, :1]), (x, per_model(np.ones([2, 4, 1])))):
+      with pytest.raises(ValueError, match=words):
+        model.fit(*data, verbose=0)
+    model.fit(x, x[:, :1], sample_weight=np.ones([4, 1]), verbose=0)
+
   def test_another_number_of_rows(self) -> None:
     data = tf.data.Dataset.from_tensors(tf.zeros([2, 4])).map(per_model)
     strategy = VectorizedStrategy(3)
@@ -405,3 +452,102 @@ class TestMistakes:
     model.set_weights([np.full(w.shape, np.nan) for w in model.get_weights()])
     model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)
     assert said == []
+
+
+class TestOneValueForModelsThatDiffer:
+  """What keeps or sets one value says so, with a plain optimizer, too."""
+
+  @pytest.mark.parametrize("wrapper", ["plain", "wrapped"])
+  @pytest.mark.parametrize(
+    "way", ["EarlyStopping", "set_weights", "load_weights", "restore"]
+  )
+  def test_sets(
+    self, way: str, wrapper: str, said: list[str], tmp_path: Any
+  ) -> None:
+    model = _differing(wrapper)
+    checkpoint = tf.train.Checkpoint(model=model)
+    path = str(tmp_path / "x.weights.h5")
+    model.save_weights(path)
+    saved = checkpoint.write(str(tmp_path / "saved"))
+    assert said == []  # The models are equal.
+    stop = keras.callbacks.EarlyStopping(
+      "loss", mode="max", patience=1, restore_best_weights=True
+    )
+    acts = {
+      "set_weights": lambda: model.set_weights(model.get_weights()),
+      "load_weights": lambda: model.load_weights(path),
+      "restore": lambda: checkpoint.restore(saved).expect_partial(),
+    }
+    for _ in range(2):
+      calls = [stop] if way == "EarlyStopping" else []
+      model.fit(*_line(), epochs=3, verbose=0, callbacks=calls)
+      acts.get(way, lambda: None)()
+    kernels = testbed.copies(model.weights[0])
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    [line] = [line for line in said if "the same weights" in line]
+    assert line.startswith(way)
+    assert "Models(model).set_weights" in line
+    assert not [line for line in said if "began alike" in line]
+
+  @pytest.mark.parametrize("wrapper", ["plain", "wrapped"])
+  def test_keeps(self, wrapper: str, said: list[str], tmp_path: Any) -> None:
+    model = _differing(wrapper)
+    model.fit(*_line(), verbose=0)
+    assert said == []
+    acts: dict[str, Callable[[], Any]] = {
+      "get_weights": model.get_weights,
+      "save_weights": lambda: model.save_weights(
+        str(tmp_path / "x.weights.h5")
+      ),
+      "save": lambda: model.save(str(tmp_path / "x.keras")),
+      "write": lambda: tf.train.Checkpoint(model=model).write(
+        str(tmp_path / "x")
+      ),
+    }
+    for name, act in acts.items():
+      act()
+      act()
+      [line] = said
+      assert line.startswith(f"{name} reads the values of model 0 only")
+      assert "Models(model).save" in line
+      said.clear()
+
+  def test_what_keeps_each_models_own(
+    self, said: list[str], tmp_path: Any
+  ) -> None:
+    model = _differing("plain")
+    models = Models(model)
+    for _ in range(2):
+      model.fit(*_line(), validation_data=_line(), verbose=0)
+      model.evaluate(*_line(), verbose=0)
+      models.save(tmp_path / "models")
+      models.restore(tmp_path / "models")
+      models.set_weights(1, models[0])
+      models.values(model.weights[0])
+      models.predict(_line()[0])
+      models.average()
+      model.optimizer.iterations.assign(0)
+    assert said == []
+
+
+def _line() -> tuple[np.ndarray, np.ndarray]:
+  x = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+  return x, x[:, :1]
+
+
+def _differing(wrapper: str) -> Any:
+  """Returns two compiled models with learning rates of their own."""
+  with VectorizedStrategy(2).scope():
+    model = keras.Sequential(
+      [
+        keras.Input((3,)),
+        keras.layers.Dense(4),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(1),
+      ]
+    )
+    sgd = keras.optimizers.SGD(schedules.PerModel([0.1, 0.01]), momentum=0.5)
+    wrapped = CrossShardOptimizer(sgd) if wrapper == "wrapped" else sgd
+    model.compile(wrapped, "mse", metrics=["mae"])
+  return model

@@ -96,6 +96,7 @@ def describe(
       "sums": engine.method if engine.groups.group_size > 1 else None,
       "wire_dtype": settings.read("wire_dtype"),
       "reduction": settings.reduction,
+      "clipping": list(_clipping(pipeline)),
       "loss_averaged_over": settings.loss_averaged_over,
       "loss_factors": pipeline.convention.factors(),
       "scale_gradients": settings.scale_gradients,
@@ -282,6 +283,22 @@ def _notes(
       )
 
 
+def _clipping(pipeline: pipeline_lib.GradientPipeline) -> Iterator[str]:
+  """Yields the limits in force: an optimizer uses only the first that is set."""
+  by_model = pipeline.settings.per_model or {}
+  for place, limits in (
+    ("before the sum", pipeline.settings),
+    ("after the sum", pipeline.wrapped.base_optimizer),
+  ):
+    for name in settings_lib.LIMITS:
+      limit = getattr(limits, name, None)
+      if limits is pipeline.settings:
+        limit = by_model.get(name, limit)
+      if limit:
+        yield f"{name}={limit} {place}"
+        break
+
+
 def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   groups = content["groups"]
   shown = textwrap.shorten(str(groups), 50, placeholder=" ...]")
@@ -295,6 +312,7 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for over in ([chosen] if chosen else factors)
   )
   yield "reduction", f"{content['reduction']}: {target} times {shown}"
+  yield "clipping", " and ".join(content["clipping"]) or "none"
   dtype = content["wire_dtype"] or "the gradients' dtype"
   sums = content["sums"]
   yield "sums", f"{sums}, in {dtype}" if sums else "no gradients are exchanged"

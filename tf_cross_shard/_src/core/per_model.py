@@ -14,6 +14,7 @@ from tf_cross_shard._src.core import (
   validation,
 )
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.wrapped import keras_private
@@ -165,6 +166,8 @@ class PerModel(tf.__internal__.tracking.Trackable):
       RuntimeError: In a replica outside a step of a CrossShardOptimizer.
     """
     group = self._group()
+    if group is None:
+      self._check_scope(step)
     dtype = sys.modules[self._package].backend.floatx()
     chosen = self._schedules
     numbers = tf.cast(self.numbers.as_tensor(), dtype)
@@ -206,6 +209,20 @@ class PerModel(tf.__internal__.tracking.Trackable):
         " To read the rate, use `learning_rate` of the CrossShardOptimizer."
       )
     return None
+
+  def _check_scope(self, step: Any) -> None:
+    """Raises `ValueError` if an optimizer's count of steps has one copy."""
+    count = variables_lib.native(step)
+    is_alone = getattr(count, "distribute_strategy", None) is None
+    if (
+      len(self._schedules) > 1 and variables_lib.is_variable(count) and is_alone
+    ):
+      raise ValueError(
+        f"The learning rates are {self!r}, but the optimizer was created"
+        " outside of the scope, where there is one model. Create the model and"
+        " the optimizer, and call model.compile, inside `with"
+        " strategy.scope():`."
+      )
 
   def values(self, step: Any) -> list[float]:
     """Returns the rates of all models at a step.
@@ -265,8 +282,8 @@ def check_rates(
       raise ValueError(
         "`rates` of PerModel must contain one learning rate for each of the"
         f" {groups.num_groups} models (groups {groups.to_lists()}); got"
-        f" {len(found.rates)}: {found.rates}. Change `rates` or"
-        " `group_assignment`."
+        f" {len(found.rates)}: {found.rates}. Create the optimizer inside `with"
+        " strategy.scope():`, or change `rates` or `group_assignment`."
       )
 
 

@@ -72,6 +72,7 @@ class GroupWarnings:
     self._wrapped = wrapped
     self._engine = engine
     self._groups = engine.groups
+    # A strategy of models itself warns of what overwrites or drops values.
     self._are_models = single_program.are_models(engine.strategy)
     # Whether PerModelMetrics evaluates each model: `fit` needs no warning then.
     self.is_evaluated_by_group = False
@@ -103,6 +104,7 @@ class GroupWarnings:
       or not self._wrapped.is_built
       or not replicas_lib.is_between_steps()
       or self._count_steps() in (0, self._accepted_at)
+      or (self._are_models and self._engine.strategy.extended.are_overwritten)
     ):
       return
     variables = sorted(
@@ -154,7 +156,7 @@ class GroupWarnings:
   def _check_callbacks(self) -> None:
     """Warns of an EarlyStopping that will give all groups the same weights."""
     stop = keras_private.callback_of_fit("EarlyStopping")
-    if getattr(stop, "restore_best_weights", False):
+    if not self._are_models and getattr(stop, "restore_best_weights", False):
       self._log_once(_RESTORED)
 
   def accept(self) -> None:
@@ -164,7 +166,9 @@ class GroupWarnings:
   def before_saving(self, variables: Iterable[Variable]) -> None:
     """Warns that saving loses values if the groups have different values."""
     self.check()
-    if self._groups.num_groups > 1 and not self._are_equal(variables):
+    if self._groups.num_groups == 1 or self._are_models:
+      return
+    if not self._are_equal(variables):
       self._log_once(
         "%s trains %d groups, which differ in weights and slots. Checkpoints,"
         " model files, pickles and copies hold only the first replica's values."

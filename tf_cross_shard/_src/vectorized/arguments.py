@@ -37,6 +37,21 @@ class ReplicaValues(values.PerReplica):
     self._parts: tuple[Any, ...] | None = None
 
   @property
+  def shape(self) -> tf.TensorShape:
+    """The shape of each replica's value; tf_keras counts its examples."""
+    is_stacked = self.layout == Layout.STACKED
+    return self.tensor.shape[1:] if is_stacked else self.tensor.shape
+
+  def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    """Raises the error of Keras' `fit`, which asks for arrays."""
+    raise ValueError(
+      f"{self.count} models have values of their own here, of shape"
+      f" {self.shape}, which are no array. Pass dataset_per_model(...) to fit,"
+      " evaluate and predict; elsewhere, experimental_local_results(value)"
+      " returns an array of each model."
+    )
+
+  @property
   def _values(self) -> tuple[Any, ...]:
     """The replicas' values. TensorFlow reads this private name."""
     if not tf.executing_eagerly():
@@ -159,7 +174,7 @@ class ReplicaValuesSpec(tf.TypeSpec):
     raise ValueError(
       "`values` of per_model cannot be batched, unbatched or put in windows,"
       f" because their first axis is the models; got {self._spec}. Use"
-      " per_model in a `map` after `batch`."
+      " per_model in a `map` after `batch`, or dataset_per_model."
     )
 
   _unbatch = _to_batched_tensor_list = _to_legacy_output_shapes = _batch

@@ -35,17 +35,27 @@ from tf_cross_shard._src.vectorized import (  # noqa: F401  # Registers.
 # What TensorFlow and tf_keras say of a replica's function, and what helps.
 OF_SCOPES: Final = {
   r"(Must not nest|Mixing different) tf\.distribute\.Strategy": (
-    "The function given to strategy.run enters the scope of another strategy,"
-    " as an optimizer does that was created outside. Create the optimizer, the"
-    " model and the metrics inside `with strategy.scope():`."
+    "An optimizer or a variable was created under another strategy. Create the"
+    " optimizer, the model and the metrics, and call model.compile, inside"
+    " `with strategy.scope():`."
   )
 }
+_WEIGHTS: Final = (
+  "`sample_weight` must be [examples] in fit, the same for all models. For"
+  " weights of each model, pass dataset_per_model((x, y, per_model(weights)),"
+  " batch_size) with weights of shape [models, examples]."
+)
+# Keras' functions of a step, unless a user's model overrides them.
+_STEPS: Final = re.compile(
+  r"^TensorFlowTrainer\.(train|test)_step$|\bmake_(train|test)_function\b"
+)
 _OF_LOSSES: Final = {
+  r"must be equal.*compile_loss/\w+/mul\}\}": _WEIGHTS,
   r"Please use `tf\.keras\.losses\.Reduction\.SUM`": (
     "tf_keras allows no mean as `reduction` of a loss object in strategy.run,"
     ' although each replica is a model. Pass reduction="none", and take'
     " tf.reduce_mean(loss(y, outputs)), which is the same number."
-  )
+  ),
 }
 
 
@@ -66,7 +76,10 @@ class ModelsExtended(
   def __init__(self, strategy: tf.distribute.Strategy, num_copies: int) -> None:
     super().__init__(strategy)
     self.num_copies = num_copies
-    self._has_warned_of_predict = False
+    # The topics that a warning was given of.
+    self.told: set[Any] = set()
+    # Whether something else gave models that differed the same weights.
+    self.are_overwritten = False
     kind = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     self._device = device_util.canonicalize(f"/device:{kind}:0")
     # Maps the id of a variable's handle in replicas' programs to the variable.
@@ -126,15 +139,27 @@ class ModelsExtended(
     """Warns once that Keras' `predict` returns the rows of all models."""
     is_predict = "predict" in getattr(fn, "__qualname__", "")
     returns_all = self.are_models and self.num_copies > 1
-    if not (is_predict and returns_all) or self._has_warned_of_predict:
+    if not (is_predict and returns_all) or "predict" in self.told:
       return
-    self._has_warned_of_predict = True
+    self.told.add("predict")
     logging.warning(
       "predict() returns the predictions of all %d models for each batch, one"
       " after the other: %d times as many rows. Use Models(model).predict(x) or"
       " a plain model, Models(model)[i].",
       *(self.num_copies, self.num_copies),
     )
+
+  def check_weights(self, fn: Callable[..., Any], args: Any) -> None:
+    """Raises `ValueError` if Keras' `sample_weight` has a column per model."""
+    data = args[0] if len(args) == 1 else ()
+    is_step = _STEPS.search(getattr(fn, "__qualname__", ""))
+    if not (is_step and isinstance(data, tuple) and len(data) == 3):
+      return
+    y, weights = (tf.TensorShape(getattr(x, "shape", None)) for x in data[1:])
+    count = self.num_copies
+    if count > 1 and weights.rank == 2 and weights[1] == count:
+      if y.rank in (1, 2) and y[1:] != [count]:
+        raise ValueError(_WEIGHTS)
 
   # Replicas.
 
@@ -233,9 +258,7 @@ class ModelsExtended(
       try:
         return function.get_concrete_function(*given.specs)
       except (RuntimeError, ValueError) as error:
-        for words, advice in self._advice.items():
-          if re.search(words, str(error)):
-            raise type(error)(advice) from error
+        self.advise(error)
         raise
 
     before = self._num_created
@@ -245,6 +268,12 @@ class ModelsExtended(
       # have branched on their absence. Trace again, as tf.function does.
       function = build()
     return structure[0], function
+
+  def advise(self, error: BaseException) -> None:
+    """Raises an error that says what helps, in place of TensorFlow's."""
+    for words, advice in self._advice.items():
+      if re.search(words, str(error)):
+        raise type(error)(advice) from error
 
   # Exchanges. A replica is alone, so that each returns what it receives.
 

@@ -27,6 +27,21 @@ class NestedRunError(RuntimeError):
   ag_pass_through = True  # AutoGraph would replace the class of this error.
 
 
+class _Scope:
+  """The scope of a strategy; its errors say what helps."""
+
+  def __init__(self, scope: Any, advise: Callable[[Any], None]) -> None:
+    self._scope, self._advise = scope, advise
+
+  def __enter__(self) -> Any:
+    return self._scope.__enter__()
+
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    self._scope.__exit__(kind, error, traceback)
+    if isinstance(error, (RuntimeError, ValueError)):
+      self._advise(error)
+
+
 class OneProgramStrategy(tf.distribute.Strategy):
   """Runs all replicas as one vectorized program."""
 
@@ -53,6 +68,10 @@ class OneProgramStrategy(tf.distribute.Strategy):
     """What this package asks of the strategy."""
     program: single_program.SingleProgram = self.extended
     return program
+
+  def scope(self) -> Any:
+    """Returns a context in which variables are created for all replicas."""
+    return _Scope(super().scope(), self.extended.advise)
 
   def run(
     self,
@@ -83,6 +102,7 @@ class OneProgramStrategy(tf.distribute.Strategy):
         " running. Call it outside."
       )
     self.extended.warn_of_predict(fn)
+    self.extended.check_weights(fn, args)
     if tf.executing_eagerly():
       return self.extended.function_of(fn)(tuple(args), kwargs or {})
     return super().run(fn, args, kwargs, options)

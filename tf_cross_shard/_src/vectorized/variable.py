@@ -14,11 +14,13 @@ sets all copies.
 
 import functools
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import record, tape
 from tensorflow.python.ops import resource_variable_ops
@@ -36,6 +38,24 @@ _ON_HOST: Final = {
   "assign_add": tf.raw_ops.AssignAddVariableOp,
   "assign_sub": tf.raw_ops.AssignSubVariableOp,
 }
+
+
+_OVERWRITTEN: Final = (
+  "%s gave all %d models the same weights, although they differed (for example"
+  " in %s). Use callbacks.PerModelEarlyStopping, Models(model).set_weights or"
+  " Models(model).restore, which keep the weights of each model."
+)
+_READ: Final = (
+  "%s reads the values of model 0 only, but the %d models differ (for example"
+  " in %s). Use Models(model).save, Models(model)[i].save or"
+  " Models(model).values(variable)."
+)
+# The methods by which programs read or overwrite variables.
+_METHODS: Final = frozenset(
+  ("get_weights", "set_weights", "load_weights", "save_weights", "save")
+  + ("save_model", "read", "write", "restore", "numpy", "assign")
+)
+_LIBRARIES: Final = ("keras", "tf_keras", "tensorflow", "tf_cross_shard")
 
 
 class StackedVariable(resource_variable_ops.ResourceVariable):
@@ -194,7 +214,32 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     """Returns the value that the host reads."""
     if not tf.executing_eagerly():
       raise NotImplementedError("numpy() is only available eagerly.")
+    self._warn(_READ)
     return self._read_variable_op().numpy()
+
+  def read_value_no_copy(self) -> tf.Tensor:
+    """Returns the value that the host reads; checkpoints call it to save."""
+    self._warn(_READ)
+    return super().read_value_no_copy()
+
+  def _warn(self, text: str) -> None:
+    """Warns if models differ, once for each method that the program calls."""
+    extended = self.distribute_strategy.extended
+    can_differ = self._shape.rank and self.dtype.is_floating
+    if (
+      not (extended.are_models and can_differ)
+      or self._stack is None
+      or self._on_read != _Aggregation.NONE
+      or _in_replica()
+      or not tf.executing_eagerly()
+    ):
+      return
+    caller, stack = _caller(), self.read_stack()
+    topic = text, caller
+    if topic not in extended.told and tf.reduce_any(stack != stack[:1]):
+      extended.told.add(topic)
+      extended.are_overwritten |= text == _OVERWRITTEN
+      logging.warning(text, caller, self._count, self._shared_name)
 
   def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Sets this replica's copy, or all copies if called on the host."""
@@ -220,6 +265,8 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
     if _in_replica():
       value = self._aggregate(value)
       return getattr(super(), method)(value, use_locking, name, read_value)
+    if method == "assign" and self.trainable:
+      self._warn(_OVERWRITTEN)
     value = self._share(tf.convert_to_tensor(value, self._dtype))
     value.set_shape(self._shape.merge_with(value.shape))
     copies = tf.stack([value] * self._count)
@@ -280,6 +327,20 @@ class _Saveable(saveable_object_util.ResourceVariableSaveable):
     if restored_shapes is not None:
       value = tf.reshape(value, restored_shapes[0])
     return self.op.assign(value)
+
+
+def _caller() -> str:
+  """Returns who reads or assigns a variable, for a log line only."""
+  name, frame = "", sys._getframe(2)  # noqa: SLF001
+  while frame is not None:
+    method, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    if method.startswith("on_") and hasattr(owner, "set_params"):
+      return f"{type(owner).__name__}.{method}"  # A callback of Keras.
+    library = frame.f_globals.get("__name__", "").partition(".")[0]
+    if method in _METHODS and library in _LIBRARIES:
+      name = method
+    frame = frame.f_back
+  return name
 
 
 def _read(handle: Any, dtype: tf.DType) -> tf.Tensor:
