@@ -284,7 +284,7 @@ def _notes(
 
 
 def _clipping(pipeline: pipeline_lib.GradientPipeline) -> Iterator[str]:
-  """Yields the limits in force: an optimizer uses only the first that is set."""
+  """Yields the limits in force: of each optimizer, the first that is set."""
   by_model = pipeline.settings.per_model or {}
   for place, limits in (
     ("before the sum", pipeline.settings),

@@ -36,9 +36,15 @@ class ReplicaValues(values.PerReplica):
     self.layout = layout
     self._parts: tuple[Any, ...] | None = None
 
+  # What Keras' `train_on_batch` reads.
+
+  @property
+  def dtype(self) -> Any:
+    return self.tensor.dtype
+
   @property
   def shape(self) -> tf.TensorShape:
-    """The shape of each replica's value; tf_keras counts its examples."""
+    """The shape of each replica's value."""
     is_stacked = self.layout == Layout.STACKED
     return self.tensor.shape[1:] if is_stacked else self.tensor.shape
 

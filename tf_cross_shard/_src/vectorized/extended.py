@@ -157,9 +157,9 @@ class ModelsExtended(
       return
     y, weights = (tf.TensorShape(getattr(x, "shape", None)) for x in data[1:])
     count = self.num_copies
-    if count > 1 and weights.rank == 2 and weights[1] == count:
-      if y.rank in (1, 2) and y[1:] != [count]:
-        raise ValueError(_WEIGHTS)
+    has_columns = count > 1 and weights.rank == 2 and weights[1] == count
+    if has_columns and y.rank in (1, 2) and y[1:] != [count]:
+      raise ValueError(_WEIGHTS)
 
   # Replicas.
 
