@@ -13,8 +13,8 @@ sets all copies.
 """
 
 import functools
+import inspect
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -234,9 +234,11 @@ class StackedVariable(resource_variable_ops.ResourceVariable):
       or not tf.executing_eagerly()
     ):
       return
-    caller, stack = _caller(), self.read_stack()
-    topic = text, caller
-    if topic not in extended.told and tf.reduce_any(stack != stack[:1]):
+    topic = text, (caller := _caller())
+    if topic in extended.told:
+      return
+    stack = self.read_stack()
+    if tf.reduce_any(stack != stack[:1]):
       extended.told.add(topic)
       extended.are_overwritten |= text == _OVERWRITTEN
       logging.warning(text, caller, self._count, self._shared_name)
@@ -331,7 +333,7 @@ class _Saveable(saveable_object_util.ResourceVariableSaveable):
 
 def _caller() -> str:
   """Returns who reads or assigns a variable, for a log line only."""
-  name, frame = "", sys._getframe(2)  # noqa: SLF001
+  name, frame = "", inspect.currentframe()
   while frame is not None:
     method, owner = frame.f_code.co_name, frame.f_locals.get("self")
     if method.startswith("on_") and hasattr(owner, "set_params"):
