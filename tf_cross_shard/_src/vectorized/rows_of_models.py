@@ -181,7 +181,8 @@ def _as_matrix(rows: Sequence[Any], examples: int) -> Any:
   if left_out:
     logging.warning(
       "`rows` of dataset_per_model are not equally long. Every model sees %d"
-      " rows, as many as the shortest array has; %d rows are left out.",
+      " rows, as many as the shortest array has; %d in total are left out. A"
+      " fit of its own would see them: give all models equally many rows.",
       *(length, left_out),
     )
   return np.stack([numbers[:length] for numbers in arrays]).astype("int64")
