@@ -297,7 +297,8 @@ class PerModelMonitor(PerModelReader):
       raise ValueError(
         f"{caller} needs a metric of a PerModelMetrics before it, such as"
         f" 'val_loss'; got monitor={self.monitor!r}. Put"
-        " PerModelMetrics(validation_data) before it in the list of callbacks."
+        " PerModelMetrics(validation_data) before it in the list of callbacks,"
+        " or create the model in the scope of a VectorizedStrategy."
       )
     if judges:
       judges[0].check_monitor(self.monitor, caller)
