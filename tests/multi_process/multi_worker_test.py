@@ -253,7 +253,9 @@ def test_callbacks_for_groups(
       assert found["rates"] == [0.125, 0.0625]
       # All have what BackupAndRestore is to keep, of all groups.
       assert found["state"] == held[0]["state"]
-      assert len(found["state"]) == 4 + len(found["weights"]) + 3
+      # Five rows; the best weights; stopped, with two variables of SGD.
+      weights = len(found["weights"])
+      assert len(found["state"]) == 5 + weights + (weights + 2) + 3
     for replica in members:
       found = held[replica]
       assert found["runs"] == ["ensemble", "model_0", "model_1"]

@@ -200,7 +200,7 @@ def test_limits_of_replicas() -> None:
     (
       {"class_name": "SGD", "config": {"loss_scale_factor": 2.0}},
       {"loss_scale_factor": [2.0, 4.0]},
-      "this setting has one value for all groups",
+      "this setting has one value for all models",
     ),
     ("sgd", {"learning_rate": [0.1, 0.2]}, r"SGD\(schedules.PerModel"),
   ],
