@@ -155,8 +155,8 @@ def _sizes(data: Any, rows: Sequence[Any] | None) -> tuple[int, int]:
   if len(models) != 1 or 0 in models:
     raise ValueError(
       "`rows` and per_model in `data` must be for one number of models; got"
-      f" {sorted(models)}. If all models see the same examples, pass"
-      " rows=[range(examples)] * n."
+      f" {sorted(models) or 'neither'}. If all models see the same examples,"
+      " pass rows=[range(examples)] * n."
     )
   return models.pop(), examples.pop()
 
