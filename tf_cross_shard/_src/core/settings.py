@@ -197,11 +197,6 @@ def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
   return groups_lib.Groups(group_assignment)
 
 
-def required_groups(group_assignment: Any) -> groups_lib.Groups:
-  """Returns groups as `as_groups` does; raises `ValueError` for None."""
-  return as_groups(group_assignment) or groups_lib.Groups(group_assignment)
-
-
 def _check_limit(name: str, limit: Any) -> None:
   # This comparison is also False for NaN.
   is_number = hasattr(limit, "__float__") and float(limit) >= 0
