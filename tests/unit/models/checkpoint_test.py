@@ -247,7 +247,7 @@ def test_a_served_model_needs_no_random_numbers(
 
 
 def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
-  """The model that `load_group` returns, to be served on one device."""
+  """The model that `Models(model)[i]` is, to be served on one device."""
   path = tmp_path / "a"
   trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
   trained.steps(0, 2)
@@ -264,9 +264,9 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
   before = plain.get_weights()
   other = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(3)])
   for index, model, words in (
-    (2, plain, r"`group` must be an integer from 0 to 1; got 2"),
-    (-1, plain, r"`group` must be .* got -1\. .*\[\[3, 1\], \[0, 2\]\]"),
-    (None, plain, r"`group` must be"),
+    (2, plain, r"`i` must be an integer from 0 to 1; got 2"),
+    (-1, plain, r"`i` must be .* got -1\. .* holds 2 models"),
+    (None, plain, r"`i` must be"),
     (0, other, r"contains model/.*, which the program does not have"),
     (
       0,
