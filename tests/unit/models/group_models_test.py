@@ -208,7 +208,7 @@ def test_clones_have_functions_vocabularies_and_seeds(
   Models(model, optimizer).restore(tmp_path / "state")
 
 
-# ------------------------------------------------------------------ copy_group
+# ------------------------------------------------------------------------ copy
 
 # The strategy, Keras, groups, optimizer, and arguments of the wrapper. The test
 # compares bits, so replicas are not one program, where a place in the stack

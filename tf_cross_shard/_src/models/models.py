@@ -245,6 +245,7 @@ class Models(Sequence[Any]):
       ValueError: If there is no such model, or if the weights have another
         number or other shapes. Nothing is changed in that case.
     """
+    model = self._keras_model
     members = self._groups.assignment[self._index("i", i)]
     state = self._state(with_optimizer=False)
     if hasattr(weights, "variables"):
@@ -253,10 +254,7 @@ class Models(Sequence[Any]):
       )
       pairs = [(e.variable, plain[e.name].numpy()) for e in state.entries]
     else:
-      targets, arrays = (
-        self._keras_model.weights,
-        list(map(np.asarray, weights)),
-      )
+      targets, arrays = model.weights, list(map(np.asarray, weights))
       shapes = [list(v.shape) for v in targets]
       if [list(array.shape) for array in arrays] != shapes:
         raise ValueError(
