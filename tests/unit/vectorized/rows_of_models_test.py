@@ -155,7 +155,7 @@ def test_longer_rows_are_cut_with_one_warning(
   [record] = [r for r in caplog.records if "dataset_per_model" in r.message]
   assert record.levelname == "WARNING"
   assert "sees 2 rows" in record.message
-  assert "3 rows are left out" in record.message
+  assert "3 in total are left out" in record.message
 
 
 X = np.zeros([4, 1])
@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[Any, Any, str]] = {
   "other examples": ((X, X[1:]), [[0]], r"`data` .* got \[3, 4\]"),
   "a number": (1.0, [[0]], r"`data` .* got \[0\]"),
   "models": (per_model(X[None]), [[0], [1]], r"`rows` .* got \[1, 2\]"),
-  "unknown": (X, None, r"got \[\]\. .* rows=\[range\(examples\)\] \* n"),
+  "unknown": (X, None, r"got neither\. .* rows=\[range\(examples\)\] \* n"),
 }
 
 
