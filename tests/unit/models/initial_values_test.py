@@ -159,8 +159,9 @@ def test_slots_begin_as_the_new_weights(where: str, is_built: bool) -> None:
   """Those of ScheduleFreeAdamW are weights: at a rate of 0, none may move."""
 
   def build() -> Any:
-    dense = keras.layers.Dense(1, use_bias=False)
-    return keras.Sequential([keras.Input((4,)), dense])
+    one = keras.layers.Dense(1, use_bias=False)  # of one element
+    layers = [keras.layers.Dense(1, use_bias=False), one]
+    return keras.Sequential([keras.Input((4,)), *layers])
 
   mirrored = where == "groups"
   with (testbed.mirrored(2) if mirrored else VectorizedStrategy(2)).scope():
@@ -175,10 +176,11 @@ def test_slots_begin_as_the_new_weights(where: str, is_built: bool) -> None:
       optimizer.build(model.trainable_variables)
   models = Models(model)
   models.initialize(build, seeds=[0, 1])
-  before = models.values(model.weights[0])
-  assert np.abs(before[0] - before[1]).max() > 0.1
+  before = [models.values(weight) for weight in model.weights]
   model.fit(X, Y, batch_size=8, verbose=0)
-  np.testing.assert_allclose(models.values(model.weights[0]), before, atol=1e-6)
+  for weight, values in zip(model.weights, before, strict=True):
+    assert np.abs(values[0] - values[1]).max() > 0.1
+    np.testing.assert_allclose(models.values(weight), values, atol=1e-6)
 
 
 @pytest.mark.tf_keras_mode

@@ -142,8 +142,17 @@ def _slots(
     return {}  # The configuration of a class of one's own may not be enough.
   copy = type(base).from_config(base.get_config())
   copy.build(variables)
+  weights = [np.asarray(v.numpy()) for v in variables]
   slots = _values(dict(optimizer_state.state_variables(copy)))
-  return {n: a for n, a in slots.items() if a.size and a.min() != a.max()}
+  return {
+    name: slot
+    for name, slot in slots.items()
+    if slot.any()
+    and (
+      slot.min() != slot.max()
+      or (slot.ndim and any(np.array_equal(slot, w) for w in weights))
+    )
+  }
 
 
 def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
