@@ -1,17 +1,15 @@
 """Tests the interface of CrossShardOptimizer: places, arguments, and errors."""
 
 import functools
-import pathlib
 from collections.abc import Callable
-from concurrent import futures
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import logical_devices, testbed
-from tf_cross_shard import CrossShardOptimizer, Models
+from tests.support import testbed
+from tf_cross_shard import CrossShardOptimizer
 
 keras = tf.keras
 SGD = keras.optimizers.SGD
@@ -365,37 +363,3 @@ def test_what_a_graph_has_read_is_updated_on_every_replica() -> None:
   for _ in range(2):  # Neither built nor told of variables.
     testbed.run(lambda: optimizer.minimize(testbed.mark() * weight))
   assert testbed.copies(weight) == [10.0 - 15.0 - 15.0 * 1.5] * 4
-
-
-def test_two_fits_in_two_threads_with_two_strategies(
-  tmp_path: pathlib.Path,
-) -> None:
-  def make(seed: int) -> Any:
-    devices = [f"{logical_devices.KIND}:{i}" for i in range(2)]
-    with tf.distribute.MirroredStrategy(devices).scope():
-      model = testbed.one_weight()
-      # Windows in shards use collectives.
-      optimizer = CrossShardOptimizer(
-        "adam", accumulate_steps=2, shard_update=True
-      )
-      model.compile(optimizer, "mse")
-      model.set_weights([np.full([1, 1], seed)])
-    return model
-
-  def fit(model: Any) -> list[np.ndarray]:
-    arrays = np.arange(64.0).reshape(64, 1) / 64, np.ones([64, 1])
-    data = tf.data.Dataset.from_tensor_slices(arrays).batch(2)
-    testbed.fit(model, data, epochs=8)
-    return testbed.copies(model.weights[0])
-
-  models = [make(seed) for seed in (1, 2)]
-  for i, model in enumerate(models):
-    fit(model)  # Traces, so that the threads below run at the same time.
-    Models(model).save(tmp_path / str(i))
-  expected = list(map(fit, models))
-  assert not np.array_equal(*expected)
-  for i, model in enumerate(models):
-    Models(model).restore(tmp_path / str(i))
-  with futures.ThreadPoolExecutor(2) as threads:
-    found = list(threads.map(fit, models, timeout=600))
-  np.testing.assert_array_equal(found, expected)
