@@ -127,6 +127,27 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
 
 
 @training.in_both
+def test_files_are_read_into_keras_dropout(
+  which: str, tmp_path: pathlib.Path
+) -> None:
+  library, _ = training.KERASES[which]
+  model, models = _model(which)
+  model.fit(X, Y, verbose=0)
+  models.save(tmp_path / "state")
+  plain = library.Sequential(
+    [
+      library.Input((500,)),
+      library.layers.Dropout(0.5),
+      library.layers.Dense(1),
+    ]
+  )
+  for i, rate in enumerate(RATES):
+    Models.read(tmp_path / "state", i, plain)
+    assert plain.layers[0].rate == rate
+    np.testing.assert_array_equal(plain(X), models[i](X))
+
+
+@training.in_both
 def test_rates_are_refused(which: str) -> None:
   _, package = training.KERASES[which]
   for rate in (1.5, -0.5):

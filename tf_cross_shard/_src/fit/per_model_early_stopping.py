@@ -1,6 +1,6 @@
 """Early stopping that monitors each model by its own metric."""
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 
@@ -10,8 +10,6 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.models import group_state
-
-_Values: TypeAlias = dict[str, list[replicas_lib.Array]]
 
 # The beginnings of names in a backup.
 _BEST: Final = "best_weights/"
@@ -87,10 +85,9 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     )
     self.restore_best_weights = restore_best_weights
     self.start_from_epoch = start_from_epoch
-    # By name, values of all replicas of this process: the best weights of each
-    # model, and the whole state with which it stopped.
-    self._best: _Values = {}
-    self._stopped: _Values = {}
+    # The best weights of each model, and the whole state with which it stopped.
+    self._best: group_state.Values = {}
+    self._stopped: group_state.Values = {}
 
   @property
   def best_epoch(self) -> list[int]:
@@ -154,7 +151,8 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     # If no value is ever better (all NaN), the first weights are the best.
     renewed = improved | (not self._best)
     if self.restore_best_weights and renewed.any():
-      _keep(self._best, self.state_of_groups(), renewed)
+      models = np.flatnonzero(renewed)
+      self._best = self.state_of_groups().take(models, self._best)
     wait[judged] += 1
     wait[improved] = 0
     stops = judged & ~improved & (wait >= self.patience)
@@ -176,32 +174,30 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
       stops = (self._numbers["stopped_epoch"] > 0) & (is_kept == 0)
       is_kept[stops] = 1
       if stops.any():
-        _keep(self._stopped, self._whole_state(), stops)
+        models = np.flatnonzero(stops)
+        self._stopped = self._whole_state().take(models, self._stopped)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Gives stopped models their state back, and all their best weights."""
     self._keep_stopped()
     if self._stopped:
-      state = self._whole_state()
-      _keep(self._stopped, state, self._numbers["stopped_epoch"] == 0)
-      state.assign([self._of_stopped(state, entry) for entry in state.entries])
+      self._put_stopped(self._whole_state())
     if self._best:
-      state = self.state_of_groups()
-      state.assign([self._best[entry.name] for entry in state.entries])
+      self.state_of_groups().put(self._best)
 
-  def _of_stopped(
-    self, state: group_state.GroupState, entry: group_state.Entry
-  ) -> list[replicas_lib.Array]:
-    kept = self._stopped[entry.name]
+  def _put_stopped(self, state: group_state.GroupState) -> None:
+    trains = np.flatnonzero(self._numbers["stopped_epoch"] == 0)
+    values = state.take(trains, self._stopped)
     optimizer = self.model.optimizer
-    if per_model_lib.rates_of(optimizer) is None or not any(
-      entry.variable is rates for rates in nested_lib.rate_variables(optimizer)
-    ):
-      return kept
-    # The rates of a PerModel are one row of all models.
-    rows = state.copies.gather(kept)
-    row = [rows[members[0]][i] for i, members in enumerate(state.groups)]
-    return [np.stack(row)] * len(kept)
+    if per_model_lib.rates_of(optimizer) is not None:
+      # The rates of a PerModel are one row of all models.
+      ids = set(map(id, nested_lib.rate_variables(optimizer)))
+      for entry in state.entries:
+        if id(entry.variable) in ids:
+          rows = state.copies.gather(values[entry.name])
+          row = [rows[members[0]][i] for i, members in enumerate(state.groups)]
+          values[entry.name] = [np.stack(row)] * len(values[entry.name])
+    state.put(values)
 
   def _whole_state(self) -> group_state.GroupState:
     state = self.state_of_groups(with_optimizer=True)
@@ -212,16 +208,3 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
         e for e in state.entries if id(e.variable) not in windows
       ]
     return state
-
-
-def _keep(kept: _Values, state: group_state.GroupState, models: Any) -> None:
-  """Replaces what is kept of some models by their current values."""
-  replicas = state.copies.engine.local_replicas
-  is_new = [models[state.groups.index_of(r)] for r in replicas]
-  for entry in state.entries:
-    now = state.copies.here(entry.variable)
-    before = kept.get(entry.name, now)
-    kept[entry.name] = [
-      new if is_now else old
-      for new, old, is_now in zip(now, before, is_new, strict=True)
-    ]

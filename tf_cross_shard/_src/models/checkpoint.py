@@ -86,48 +86,42 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
         " nothing was changed. Pass a file that all workers can read, or copy"
         " it to each of them."
       )
-  state.assign(values)
+  state.put(values)
   return Restored(file.about.get("values", {}), other_arrays, is_exact)
 
 
 def read(target: epath.Path, i: int, model: Any) -> Any:
   """Gives a plain model the weights of model i in a file; see `Models.read`."""
   state = group_state.GroupState(None, model, with_optimizer=False)
-  values = values_of_group(target, i, state)
-  count = len(state.copies.engine.local_replicas)
-  for entry in state.entries:
-    state.copies.write(entry.variable, [values[entry.name]] * count)
-  plain_models.finalize(model)
-  return model
-
-
-def values_of_group(
-  target: epath.Path, group: int, state: group_state.GroupState
-) -> dict[str, archive.Array]:
-  """Returns the values that `read` assigns, by the names of the entries.
-
-  If the file and `state` have different random number generators, the states of
-  all generators are removed from `state`.
-  """
   with (
     archive.naming_damage(target, OSError),
     archive.reading(target) as file,
   ):
     saved = _saved_groups(file)
-    if group not in range(len(saved)):
+    if i not in range(len(saved)):
       raise CheckpointError(
-        f"`i` must be an integer from 0 to {len(saved) - 1}; got {group!r}."
+        f"`i` must be an integer from 0 to {len(saved) - 1}; got {i!r}."
         f" The checkpoint {target} holds {len(saved)} models."
       )
     names = [n for n in file.about["names"] if n.startswith("model/")]
+    dropouts = plain_models.dropouts(file.about.get("rates", {}), model)
+    names = [name for name in names if name not in dropouts]
+    # Random states are read only if the file and the model have the same ones.
     if set(filter(group_state.is_seed, names)) != set(state.seeds):
       names = [name for name in names if not group_state.is_seed(name)]
       state.leave_out_seeds()
     _check_names(file, state, names)
-    return {
-      entry.name: plain_models.merged(entry, _saved_values(file, group, entry))
+    count = len(state.copies.engine.local_replicas)
+    values = {
+      entry.name: [plain_models.merged(entry, _saved_values(file, i, entry))]
+      * count
       for entry in state.entries
     }
+    rates = {name: file[group_state.key(name, i)] for name in dropouts}
+  state.put(values)
+  plain_models.finalize(model)
+  plain_models.set_rates(dropouts, rates)
+  return model
 
 
 def _build(optimizer: Any, model: Any) -> None:
@@ -241,7 +235,7 @@ def plan(
   sources: Mapping[int, tuple[archive.Archive, int]],
   state: group_state.GroupState,
   is_exact: bool = True,
-) -> list[list[archive.Array]]:
+) -> group_state.Values:
   """Returns the values of each variable for the replicas of this process.
 
   A file has one value of a variable for each group or, if the members of a
@@ -265,7 +259,7 @@ def plan(
   replicas = state.copies.engine.local_replicas
   groups = {replica: state.groups.index_of(replica) for replica in replicas}
   windows = set(map(id, optimizer_state.windows(state.optimizer)))
-  values_of_entries = []
+  planned = {}
   for entry in state.entries:
     saved: dict[int, list[archive.Array]] = {}
     for group in set(groups.values()):
@@ -286,8 +280,8 @@ def plan(
         " group, but in the program the variable exists once. Create the"
         " variable inside `with strategy.scope():`."
       )
-    values_of_entries.append(values)
-  return values_of_entries
+    planned[entry.name] = values
+  return planned
 
 
 def _saved_values(

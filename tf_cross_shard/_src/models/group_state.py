@@ -7,8 +7,8 @@ may have a different value in each replica.
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -24,6 +24,8 @@ from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.models import archive, tracked
 
 FORMAT: Final = "tf_cross_shard.Models"
+# By name, the values that the replicas of this process have of a variable.
+Values: TypeAlias = dict[str, list[archive.Array]]
 # After these errors, the workers can no longer exchange messages.
 _LOST: Final = (
   errors.MissingWorkerError,
@@ -230,16 +232,40 @@ class GroupState:
           "group_assignment": self.groups.to_lists(),
           "names": [entry.name for entry in self.entries],
           "trained": self._trained,
+          "rates": self.rates,
         }
         if values is not None:
           about["values"] = values
         archive.write(path, arrays, about)
 
-  def assign(self, plan: Iterable[Sequence[archive.Array]]) -> None:
-    """Assigns, for each of `entries`, one array per replica of this process."""
-    for entry, arrays in zip(self.entries, plan, strict=True):
-      self.copies.write(entry.variable, arrays)
+  def read(self) -> Values:
+    return {e.name: self.copies.here(e.variable) for e in self.entries}
+
+  def take(self, models: Collection[int], kept: Values) -> Values:
+    """Returns what is kept of all models, with some models' present values."""
+    return self._joined(models, self.read(), kept)
+
+  def put(self, values: Values, models: Collection[int] | None = None) -> None:
+    """Assigns the values of all models, or of some of them."""
+    if models is not None:
+      values = self._joined(models, values, self.read())
+    for entry in self.entries:
+      self.copies.write(entry.variable, values[entry.name])
     accept_values(self.optimizer)
+
+  def _joined(
+    self, models: Collection[int], values: Values, others: Values
+  ) -> Values:
+    """Returns `values` of some models, and those of the other models."""
+    replicas = self.copies.engine.local_replicas
+    takes = [self.groups.index_of(replica) in models for replica in replicas]
+    return {
+      name: [
+        new if take else old
+        for new, old, take in zip(values[name], of_others, takes, strict=True)
+      ]
+      for name, of_others in (others or values).items()
+    }
 
   def raising_on_all(
     self, topic: str

@@ -428,8 +428,9 @@ class Models(Sequence[Any]):
     receives the same values as from `load`. It may have different random number
     generators than the file, for example none because it has no dropout. In
     this case the states of all generators are ignored, because predictions need
-    no random numbers. The method reads and compares everything before it
-    changes anything.
+    no random numbers. Where the file has a `TunableDropout`, `into` may have
+    Keras' `Dropout`, which receives the rate. The method reads and compares
+    everything before it changes anything.
 
     Args:
       path: A file that `save` or `PerModelCheckpoint` wrote.

@@ -58,8 +58,7 @@ def assign(
   for name, variable in receivers(state, plain).items():
     variable.assign(values[name])
   finalize(plain)
-  for name, dropout in _dropouts(state, plain).items():
-    dropout.rate = float(str(values[name]))  # 0.1, not 0.10000000149011612
+  set_rates(dropouts(state.rates, plain), values)
 
 
 def receivers(
@@ -261,8 +260,8 @@ def _check_fits(
   if len(into.seeds) != len(state.seeds) and not is_exact:
     into.leave_out_seeds()
     state.leave_out_seeds()
-  dropouts = _dropouts(state, plain)
-  state.entries = [e for e in state.entries if e.name not in dropouts]
+  rates = dropouts(state.rates, plain)
+  state.entries = [e for e in state.entries if e.name not in rates]
   if len(into.entries) != len(state.entries):
     raise ValueError(
       f"{what} has {len(into.entries)} variables,"
@@ -290,14 +289,21 @@ def _check_fits(
   return into
 
 
-def _dropouts(state: group_state.GroupState, plain: Any) -> dict[str, Any]:
+def dropouts(rates: Mapping[str, int], plain: Any) -> dict[str, Any]:
   """Returns Keras' Dropouts that stand for TunableDropouts, by the weights."""
   layers = dict(enumerate(keras_private.layers(plain)))
   return {
     name: layers[i]
-    for name, i in state.rates.items()
+    for name, i in rates.items()
     if isinstance(getattr(layers.get(i), "rate", None), float)
   }
+
+
+def set_rates(
+  layers: Mapping[str, Any], values: Mapping[str, archive.Array]
+) -> None:
+  for name, dropout in layers.items():
+    dropout.rate = float(str(values[name]))  # 0.1, not 0.10000000149011612
 
 
 def _clonable(config: Any, named: Mapping[str, Any]) -> Any:

@@ -145,7 +145,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._best = weights_lib.BestWeights(self._trials.sign, self._folder)
     self._running: list[study_lib.Running | None] = []
     # By name, the initial values of each model.
-    self._initial: weights_lib.Weights = {}
+    self._initial: group_state.Values = {}
     self._has_trained = False
 
   @property
@@ -199,11 +199,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     with strategy.scope():
       self.model.optimizer.build(self.model.trainable_variables)
     state = self._state_of_trials()
-    first = [members[0] for members in state.groups]
-    self._initial = {
-      entry.name: np.stack(state.copies.here(entry.variable, first))
-      for entry in state.entries
-    }
+    self._initial, self._best.rates = state.read(), state.rates
 
   def _direction(self) -> float:
     try:
@@ -303,15 +299,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       started += [] if self._running[i] is None else [i]
     if not started:
       return
-    state = self._state_of_trials()
-    replicas = [r for i in started for r in state.groups.assignment[i]]
-    for entry in state.entries:
-      copies = state.copies.here(entry.variable)
-      for replica in replicas:
-        i = state.groups.index_of(replica)
-        copies[replica] = self._initial[entry.name][i]
-      state.copies.write(entry.variable, copies)
-    group_state.accept_values(self.model.optimizer)
+    self._state_of_trials().put(self._initial, started)
     self._settings.write(self.model, self._running)
 
   def best_model(self) -> Any:
@@ -363,7 +351,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     # JSON, which does not round floats, in the form of an array for a file.
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     state = {**super().state(), "search": text}
-    parts = {"initial": self._initial, **self._best.state()}
+    initial = {name: np.stack(rows) for name, rows in self._initial.items()}
+    parts = {"initial": initial, **self._best.state()}
     for kind, arrays in parts.items():
       state |= {f"{kind}/{name}": array for name, array in arrays.items()}
     return state
@@ -391,7 +380,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._running = [r and study_lib.Running(**r) for r in about["running"]]
     best = about["best"] and study_lib.Running(**about["best"])
     self._best.set_state(best, parts)
-    self._initial = parts["initial"]
+    self._initial = {n: list(rows) for n, rows in parts["initial"].items()}
     self._trials.resume(about["fit"], self._running)
     self._settings.write(self.model, self._running)
     self.model.stop_training = not any(self._running) and (

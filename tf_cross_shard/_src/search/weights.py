@@ -24,6 +24,7 @@ class BestWeights:
       trial is worse than a complete one.
     best: The best complete trial of this process, or None.
     weights: The weights of `best`.
+    rates: `rates` of the models' `GroupState`.
   """
 
   def __init__(self, sign: float, folder: epath.Path | None) -> None:
@@ -31,6 +32,7 @@ class BestWeights:
     self.kept: list[Weights] = []
     self.best: study_lib.Running | None = None
     self.weights: Weights = {}
+    self.rates: dict[str, int] = {}
     self._sign = sign
     self._folder = folder
 
@@ -62,6 +64,7 @@ class BestWeights:
         "format": group_state.FORMAT,
         "group_assignment": [[0]],
         "names": list(weights),
+        "rates": self.rates,
         "values": dataclasses.asdict(running),
       }
       arrays = {group_state.key(n, 0): array for n, array in weights.items()}
