@@ -262,6 +262,16 @@ def test_summary() -> None:
 
 
 @training.in_both
+def test_clipping_of_both_optimizers(which: str) -> None:
+  library, package = training.KERASES[which]
+  sgd = library.optimizers.SGD(clipvalue=0.5)
+  optimizer = package.CrossShardOptimizer(sgd, clipnorm=1.0)
+  limits = ["clipnorm=1.0 before the sum", "clipvalue=0.5 after the sum"]
+  assert optimizer.describe().to_dict()["clipping"] == limits
+  assert " and ".join(limits) in str(optimizer.describe())
+
+
+@training.in_both
 def test_before_build_nothing_changes(which: str) -> None:
   _, package = training.KERASES[which]
   with testbed.mirrored().scope():

@@ -288,7 +288,7 @@ class CrossShardOptimizer(facade.Facade):
 
     You can call it anywhere, before or after `build`; it changes nothing. With
     `print` you get a table. Ask it which variables TensorFlow's kernels update,
-    and which of your settings have no effect, and why.
+    which settings have no effect and why, and where gradients are clipped.
 
     >>> import tensorflow as tf
     >>> from tf_cross_shard import CrossShardOptimizer
