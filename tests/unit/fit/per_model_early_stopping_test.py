@@ -9,7 +9,13 @@ import tensorflow as tf
 from tests.support import callback_cases as cases
 from tests.support import testbed
 from tests.support.callback_cases import CROSSED, SERIES
-from tf_cross_shard import callbacks
+from tf_cross_shard import (
+  CrossShardOptimizer,
+  Models,
+  VectorizedStrategy,
+  callbacks,
+  schedules,
+)
 
 
 def _keras_stops(series: Any, min_delta: float) -> tuple[int, int, float]:
@@ -91,3 +97,58 @@ def test_fit_ends_with_each_group_at_its_best(said: list[str]) -> None:
     assert (found[0] != found[1]).any()
   cases.fit(model)
   assert said == []
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_second_fit_continues_each_model(restores: bool) -> None:
+  """Weights, slots, moving averages and random states are those of its stop."""
+  keras, rates = tf.keras, [0.5, 0.03125]
+  options = {"patience": 1, "restore_best_weights": restores}
+
+  def trained(rate: Any, stop: Any) -> Any:
+    model = testbed.network(dropout=0.25)
+    adam = keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.5)
+    cases.compiled(model, adam)
+    for epochs, used in (9, [stop]), (1, []):
+      model.fit(
+        cases.data(),
+        validation_data=cases.VALIDATION,
+        epochs=epochs,
+        verbose=0,
+        callbacks=used,
+      )
+    return model
+
+  stops = [keras.callbacks.EarlyStopping(**options) for _ in rates]
+  plain = list(map(trained, rates, stops))
+  stop = callbacks.PerModelEarlyStopping(**options)
+  with VectorizedStrategy(2).scope():
+    model = trained(schedules.PerModel(rates), stop)
+  assert stop.stopped_epoch == [each.stopped_epoch for each in stops]
+  assert stop.stopped_epoch[0] != stop.stopped_epoch[1]
+  for variable, *right in zip(
+    model.weights, *(each.weights for each in plain), strict=True
+  ):
+    found = Models(model).values(variable)
+    np.testing.assert_allclose(found, np.stack(right), rtol=1e-4, atol=1e-5)
+
+
+def test_models_stop_at_different_calls_of_a_window(said: list[str]) -> None:
+  """After epochs 2 and 1, of one call each: all windows begin again."""
+  with VectorizedStrategy(2).scope():
+    sgd = CrossShardOptimizer("sgd", accumulate_steps=2)
+    model = cases.compiled(testbed.network(), sgd)
+  stop = callbacks.PerModelEarlyStopping("val_mae", mode="max", patience=1)
+  data = cases.data().take(1)
+  model.fit(
+    data,
+    validation_data=cases.VALIDATION,
+    epochs=6,
+    verbose=0,
+    callbacks=[_Known(), stop],
+  )
+  assert stop.stopped_epoch == [2, 1]
+  assert "different calls of an accumulation window" in said[-1]
+  model.fit(data, verbose=0)
+  steps = Models(model).values(model.optimizer.iterations)
+  assert steps.tolist() == [1, 1]

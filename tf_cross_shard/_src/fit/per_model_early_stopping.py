@@ -3,8 +3,9 @@
 from typing import Any, Final
 
 import numpy as np
+from absl import logging
 
-from tf_cross_shard._src.core import optimizer_state, single_program
+from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
@@ -74,7 +75,7 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
       min_delta: A metric has to be better by more than this to count as an
         improvement.
       restore_best_weights: Whether each model receives its best weights back
-        (all of `model.variables`) when `fit` ends, even if some models have
+        (all of `model.weights`) when `fit` ends, even if some models have
         not stopped. The default of Keras is False. If False, a model that has
         stopped has the weights of that epoch.
       start_from_epoch: The number of epochs to ignore at the start.
@@ -152,7 +153,7 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     renewed = improved | (not self._best)
     if self.restore_best_weights and renewed.any():
       models = np.flatnonzero(renewed)
-      self._best = self.state_of_groups().take(models, self._best)
+      self._best = self._weights().take(models, self._best)
     wait[judged] += 1
     wait[improved] = 0
     stops = judged & ~improved & (wait >= self.patience)
@@ -174,37 +175,52 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
       stops = (self._numbers["stopped_epoch"] > 0) & (is_kept == 0)
       is_kept[stops] = 1
       if stops.any():
-        models = np.flatnonzero(stops)
-        self._stopped = self._whole_state().take(models, self._stopped)
+        state = self.state_of_groups(with_optimizer=True)
+        self._stopped = state.take(np.flatnonzero(stops), self._stopped)
 
   def on_train_end(self, logs: Any = None) -> None:
     """Gives stopped models their state back, and all their best weights."""
     self._keep_stopped()
     if self._stopped:
-      self._put_stopped(self._whole_state())
+      self._put_stopped(self.state_of_groups(with_optimizer=True))
     if self._best:
-      self.state_of_groups().put(self._best)
+      self._weights().put(self._best)
+    elif self._stopped and self.same_fit():
+      # As `fit` did when it ended: writes moving averages into the weights.
+      model = self.model
+      model.optimizer.finalize_variable_values(model.trainable_variables)
+
+  def _weights(self) -> group_state.GroupState:
+    state = self.state_of_groups()
+    state.leave_out_seeds()
+    return state
 
   def _put_stopped(self, state: group_state.GroupState) -> None:
     trains = np.flatnonzero(self._numbers["stopped_epoch"] == 0)
     values = state.take(trains, self._stopped)
-    optimizer = self.model.optimizer
-    if per_model_lib.rates_of(optimizer) is not None:
-      # The rates of a PerModel are one row of all models.
-      ids = set(map(id, nested_lib.rate_variables(optimizer)))
-      for entry in state.entries:
-        if id(entry.variable) in ids:
-          rows = state.copies.gather(values[entry.name])
-          row = [rows[members[0]][i] for i, members in enumerate(state.groups)]
-          values[entry.name] = [np.stack(row)] * len(values[entry.name])
+    optimizer, copies = self.model.optimizer, state.copies
+    # The numbers of a PerModel and of `per_model` are one row of all models.
+    rows = nested_lib.rate_variables(optimizer)
+    if per_model_lib.rates_of(optimizer) is None:
+      rows = []
+    pipelines = optimizer_state.pipelines_of(state.optimizer)
+    rows += [v for p in pipelines for v in p.per_model.variables]
+    for entry in state.entries:
+      if any(entry.variable is row for row in rows):
+        of_replica = copies.gather(values[entry.name])
+        row = [of_replica[r[0]][i] for i, r in enumerate(state.groups)]
+        values[entry.name] = [np.stack(row)] * len(values[entry.name])
     state.put(values)
-
-  def _whole_state(self) -> group_state.GroupState:
-    state = self.state_of_groups(with_optimizer=True)
-    if not single_program.are_models(self.model.distribute_strategy):
-      # Replicas that exchange gradients count the calls of a window alike.
-      windows = set(map(id, optimizer_state.windows(state.optimizer)))
-      state.entries = [
-        e for e in state.entries if id(e.variable) not in windows
-      ]
-    return state
+    for window in (p.window_state for p in pipelines if p.window_state):
+      # All replicas count the calls of a window alike.
+      calls = copies.read(window[0], range(copies.engine.num_replicas))
+      if not replicas_lib.are_alike(calls):
+        for variable in window:
+          zeros = map(np.zeros_like, copies.here(variable))
+          copies.write(variable, list(zeros))
+        logging.warning(
+          "Models have stopped at different calls of an accumulation window, so"
+          " that all windows begin again. To continue each model where it"
+          " stopped, let `accumulate_steps` divide the number of batches of an"
+          " epoch."
+        )
