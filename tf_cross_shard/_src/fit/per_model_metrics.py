@@ -119,8 +119,8 @@ class PerModelMetrics(per_model_callback.PerModelReader):
     Args:
       validation_data: A dataset, `(x, y)` or `(x, y, sample_weight)`, as for
         `fit`. On several machines, the data of the first worker are used. None
-        reads the metrics of `fit(validation_data=...)` under VectorizedStrategy
-        instead; then all other arguments keep their defaults.
+        reads the metrics of `fit`, with or without its `validation_data`, under
+        VectorizedStrategy; then all other arguments keep their defaults.
       ensemble: Whether to also evaluate the mean prediction of all models, if
         there are several. Outside of VectorizedStrategy, this needs one more
         plain model for each model. If `per_model` gives each model its
@@ -201,14 +201,8 @@ class PerModelMetrics(per_model_callback.PerModelReader):
     self._evaluator = None
     self._known = None
     self.diverged = set()
-    if self._data is None:
-      if not keras_fit.may_validate():
-        logging.warning(
-          "PerModelMetrics() reads the metrics of fit(validation_data=...), but"
-          " this `fit` has no validation_data. Pass it to `fit` or to"
-          " PerModelMetrics."
-        )
-    elif self.model.built:  # An unbuilt model has no weights to evaluate yet.
+    # An unbuilt model has no weights to evaluate yet.
+    if self._data is not None and self.model.built:
       self._make_evaluator()
       assert self._evaluator is not None
       # One batch, to find mistakes before training starts.
