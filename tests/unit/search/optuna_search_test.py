@@ -307,14 +307,9 @@ def check_equal(killed: tuple[Any, Any], whole: tuple[Any, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  return tmp_path_factory.mktemp("whole")
-
-
-@pytest.fixture(scope="module")
-def whole(folder: pathlib.Path) -> tuple[Any, Any]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
   """Returns a search that was not killed."""
-  return start(folder, "epoch")
+  return start(tmp_path_factory.mktemp("whole"), "epoch")
 
 
 @pytest.mark.parametrize(("every", "batch"), [("epoch", 39), (4, 46)])
@@ -324,13 +319,9 @@ def test_a_killed_search_goes_on(
   with pytest.raises(Killed):
     start(tmp_path / "killed", every, Kill(batch, is_at_end=batch % 2 == 1))
   check_equal(start(tmp_path / "killed", every), whole)
-
-
-def test_a_finished_search_trains_nothing(
-  folder: pathlib.Path, whole: tuple[Any, Any]
-) -> None:
+  # It has ended: a third program trains nothing.
   kill = Kill(0, is_at_end=False)  # after the first batch
-  check_equal(start(folder, "epoch", kill), whole)
+  check_equal(start(tmp_path / "killed", every, kill), whole)
 
 
 @pytest.mark.slow

@@ -45,8 +45,9 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
     counts and stopped groups.
   - A new file replaces older ones only when it is complete.
 
-  A backup is made after each epoch, or every few batches or seconds, and when
-  the machine is about to be taken away (SIGTERM). A backup in the middle of an
+  A backup is made after each epoch, or every few batches or seconds, when the
+  machine is about to be taken away (SIGTERM) and, if backups are kept after
+  `fit`, when `fit` ends. A backup in the middle of an
   epoch also holds the position in the data and the metrics so far, and `fit`
   resumes with the next batch. To do this, `fit` reads the epoch from the
   beginning and skips the batches that are done, so the data must come in the
@@ -234,7 +235,9 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
     # here.
     for callback in self.same_fit():
       callback.is_skipping_batches = False
-    if self._every == "epoch" or must_exit or is_backup_due:
+    is_end = self.model.stop_training or epoch + 1 == self.params["epochs"]
+    is_kept = is_end and not self._delete
+    if self._every == "epoch" or must_exit or is_backup_due or is_kept:
       self._save(epoch + 1, 0)
     self._end_if(must_exit)
 
