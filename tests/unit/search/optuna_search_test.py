@@ -1,6 +1,7 @@
 """`callbacks.OptunaSearch`: each trial equals a plain fit with its settings."""
 
 import functools
+import gc
 import math
 import pathlib
 import sys
@@ -479,15 +480,20 @@ def test_suggest_prunes_everything() -> None:
     run(search, grouped(VectorizedStrategy(2)))
 
 
-def test_an_error_elsewhere_ends_with_the_next_fit() -> None:
-  study = make_study()
-  search = callbacks.OptunaSearch(study, suggest, trials=2, epochs=EPOCHS)
+def test_an_error_elsewhere_ends_with_the_search_or_the_next_fit() -> None:
+  study = make_study([SETTINGS[0]] * 6)
   model = grouped(VectorizedStrategy(2))
-  with pytest.raises(Killed):
-    run(search, model, Kill(2, is_at_end=False))
+  for is_deleted in (True, False):
+    search = callbacks.OptunaSearch(study, suggest, trials=2, epochs=1)
+    with pytest.raises(Killed):
+      run(search, model, Kill(2, is_at_end=False))
+    if is_deleted:
+      del search
+      gc.collect()
+      assert [t.state for t in study.trials[:2]] == [State.FAIL] * 2
   run(search, model)
-  states = [trial.state for trial in study.trials[:4]]
-  assert states == [State.FAIL] * 2 + [State.COMPLETE] * 2
+  states = [trial.state for trial in study.trials]
+  assert states == [State.FAIL] * 4 + [State.COMPLETE] * 2
 
 
 def test_a_search_that_is_started_again(

@@ -8,6 +8,7 @@ study.ask ─▶ model i: initial state, the trial's settings ─▶ epochs ─�
 import contextlib
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 from absl import logging
 
 from tf_cross_shard._src.core import optimizer_state
-from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import (
@@ -142,6 +142,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
 
   def _reset(self) -> None:
     self._trials = study_lib.Trials(self.study, self._suggest)
+    # An error in other code ends `fit` without a call of `on_train_end`.
+    weakref.finalize(self, self._trials.end)
     self._best = weights_lib.BestWeights(self._trials.sign, self._folder)
     self._running: list[study_lib.Running | None] = []
     # By name, the initial values of each model.
@@ -266,14 +268,17 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
 
   def _check_windows(self) -> None:
     """Raises `ValueError` if trials would begin in the middle of a window."""
-    copies = replicas_lib.Copies(self.model.distribute_strategy)
-    for calls in optimizer_state.windows(self.model.optimizer)[:1]:
-      if self.trials > len(self.keys) and copies.here(calls)[0]:
-        raise ValueError(
-          "`accumulate_steps` of CrossShardOptimizer does not divide the number"
-          " of batches of an epoch, so that a trial would begin in the middle"
-          " of an accumulation window. Use another number of batches."
-        )
+    windows = optimizer_state.windows(self.model.optimizer)
+    if not windows or self.trials <= len(self.keys):
+      return
+    state = self._state_of_trials()
+    [calls] = (e for e in state.entries if e.variable is windows[0])
+    if state.copies.here(calls.variable)[0] != self._initial[calls.name][0]:
+      raise ValueError(
+        "`accumulate_steps` of CrossShardOptimizer does not divide the number"
+        " of batches of an epoch, so that a trial would begin in the middle"
+        " of an accumulation window. Use another number of batches."
+      )
 
   @contextlib.contextmanager
   def _failing(self) -> Iterator[None]:
@@ -285,11 +290,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       raise
 
   def _fail_all(self) -> int:
-    left = [running for running in self._running if running is not None]
-    for running in left:
-      self._trials.fail(running)
     self._running = [None] * len(self._running)
-    return len(left)
+    return self._trials.fail_all()
 
   def _start(self, models: Iterable[int]) -> None:
     """Gives free models their next trials: the initial state, the settings."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tf_cross_shard._src.core import optimizer_state, validation
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
@@ -23,6 +24,7 @@ class TrialSettings:
   def __init__(self) -> None:
     # The variables of each setting that is a weight.
     self._weights: dict[str, list[Any]] = {}
+    self._sets_rate = False
 
   def prepare(
     self, model: Any, settings: Mapping[str, float], num_models: int
@@ -32,7 +34,8 @@ class TrialSettings:
     Raises:
       ValueError: If nothing has one of the names.
     """
-    if _RATE in settings:
+    self._sets_rate = _RATE in settings
+    if self._sets_rate:
       per_model_rates.check(model, "OptunaSearch")
     before = _of_optimizer(model)
     wrapped = vars(wrapped_lib.base_optimizer(model.optimizer))
@@ -76,14 +79,17 @@ class TrialSettings:
 
   def variables(self, optimizer: Any) -> list[Any]:
     """Returns the variables that are settings, not state of a trial."""
-    settings = list(nested_lib.rate_variables(optimizer))
+    settings = []
+    # The rates of a PerModel are one variable of all models.
+    if self._sets_rate or per_model_lib.rates_of(optimizer) is not None:
+      settings += nested_lib.rate_variables(optimizer)
     for pipeline in optimizer_state.pipelines_of(optimizer):
       settings += pipeline.per_model.variables
     return [*settings, *itertools.chain(*self._weights.values())]
 
   def write(self, model: Any, running: RunningTrials) -> None:
     """Sets the settings of all models to those of their trials."""
-    if any(trial is not None and _RATE in trial.settings for trial in running):
+    if self._sets_rate:
       rates = per_model_rates.read(model)
       per_model_rates.write(model, _merged(_RATE, rates, running))
     before = _of_optimizer(model)

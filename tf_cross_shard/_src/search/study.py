@@ -130,17 +130,11 @@ class Trials:
       trial.set_user_attr(_FIT, self.fit)
       trial.set_user_attr(_BACKUPS, self.backups)
       self._trials[trial.number] = trial
-      running = Running(trial.number, {})
       try:
-        running.settings = self._checked(self._suggest(trial))
+        return Running(trial.number, self._checked(self._suggest(trial)))
       except self._optuna.TrialPruned as error:
-        state = self._states.PRUNED
-        self._tell(running, f"pruned by `suggest` ({error})", state=state)
-      except BaseException:
-        self.fail(running)
-        raise
-      else:
-        return running
+        words = f"pruned by `suggest` ({error})"
+        self._tell(trial.number, words, state=self._states.PRUNED)
     return None
 
   def report(self, running: Running, value: float, epochs: int) -> bool:
@@ -153,32 +147,39 @@ class Trials:
       running.best_epoch = step
     if running.is_over:
       return step >= running.reported
-    trial = self._trials[running.number]
+    number = running.number
+    trial = self._trials[number]
     if step > running.reported:
       trial.report(value, step)
     if not math.isfinite(value):
-      self._tell(running, "failed", state=self._states.FAIL)
+      self._tell(number, "failed", state=self._states.FAIL)
     elif step + 1 == epochs:
-      self._tell(running, f"finished with value: {running.best}", running.best)
+      self._tell(number, f"finished with value: {running.best}", running.best)
     elif step >= running.reported and trial.should_prune():
       state = self._states.PRUNED
-      self._tell(running, f"pruned after {step + 1} epochs", state=state)
+      self._tell(number, f"pruned after {step + 1} epochs", state=state)
     else:
       return False
     return True
 
-  def fail(self, running: Running) -> None:
-    """Tells the study that `fit` ended before a trial, unless it is over."""
-    if not running.is_over:
-      self._trials[running.number].set_user_attr(_AGAIN, True)
-      self._tell(running, "failed", state=self._states.FAIL)
+  def fail_all(self) -> int:
+    """Tells the study that `fit` ended before the running trials did."""
+    running = list(self._trials)
+    for number in running:
+      self._trials[number].set_user_attr(_AGAIN, True)
+      self._tell(number, "failed", state=self._states.FAIL)
+    return len(running)
 
-  def _tell(
-    self, running: Running, words: str, *value: Any, **how: Any
-  ) -> None:
-    self.study.tell(self._trials.pop(running.number), *value, **how)
+  def end(self) -> None:
+    """Fails what is left when the search is deleted or the program ends."""
+    if not self.backups:
+      self.fail_all()
+
+  def _tell(self, number: int, words: str, *value: Any, **how: Any) -> None:
+    trial = self._trials.pop(number)
+    self.study.tell(trial, *value, **how)
     logger = self._optuna.logging.get_logger("optuna.tf_cross_shard")
-    logger.info("Trial %d %s. %s", running.number, words, running.settings)
+    logger.info("Trial %d %s. %s", number, words, trial.params)
 
   def resume(self, fit: str, running: Sequence[Running | None]) -> None:
     """Continues after a kill, with the trials that were running in a backup.
