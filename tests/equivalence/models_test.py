@@ -221,6 +221,7 @@ class TestOwnData:
     result = strategy.run(lambda x, y: tf.reduce_sum(x) + y[0, 0], pair)
     assert testbed.per_replica_results(strategy, result) == [6.0, 26.0, 46.0]
 
+  @pytest.mark.tf_keras_mode
   @pytest.mark.parametrize("wrapper", ["plain", "wrapped"])
   def test_own_batches_of_train_on_batch(self, wrapper: str) -> None:
     x = np.random.default_rng(0).normal(size=(2, 8, 4)).astype("float32")

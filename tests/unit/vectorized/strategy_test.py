@@ -19,6 +19,7 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
   groups,
+  per_model,
   schedules,
 )
 
@@ -307,11 +308,16 @@ def test_whole_batches(strategy: VectorizedStrategy) -> None:
     assert last == [[10, 11]] * N
 
 
-def test_fit_takes_booleans_and_strings(strategy: VectorizedStrategy) -> None:
-  """Keras averages the first batch, for its shape."""
+def test_fit_takes_batches_of_all_dtypes(
+  strategy: VectorizedStrategy,
+) -> None:
+  """Keras would build the model from the mean of the models' batches."""
   x = np.arange(6.0, dtype="float32").reshape(6, 1)
   words = tf.constant([["a"], ["b"]] * 3)
   data = tf.data.Dataset.from_tensors(({"x": x, "words": words}, x > 2.0))
+  # Model i gets id i for each row.
+  ids = np.arange(N, dtype="int32")[:, np.newaxis].repeat(6, axis=1)
+  data = data.map(lambda x, y: ({**x, "ids": per_model(ids)}, y))
 
   class Model(tf.keras.Model):  # type: ignore[misc]
     def build(self, shapes: Any) -> None:
@@ -319,14 +325,17 @@ def test_fit_takes_booleans_and_strings(strategy: VectorizedStrategy) -> None:
 
     def call(self, inputs: Any) -> tf.Tensor:
       is_a = tf.cast(inputs["words"] == "a", tf.float32)
-      return self.weight * inputs["x"] * is_a
+      factors = tf.gather(tf.range(1.0, N + 1.0), inputs["ids"])
+      return self.weight * inputs["x"] * is_a * factors[:, tf.newaxis]
 
   with strategy.scope():
     model = Model()
     model.compile(tf.keras.optimizers.SGD(0.5), "mse")
   model.fit(data, verbose=0)
-  # The gradient is the mean of -2 * x over "a" and x > 2: -2 * 4 / 6.
-  assert float(model.weight) == pytest.approx(0.5 * 8 / 6)
+  # The gradient is the mean of -2 * x over "a" and x > 2, times the factor:
+  # -2 * 4 / 6 * (i + 1).
+  right = [0.5 * 8 / 6 * (i + 1) for i in range(N)]
+  np.testing.assert_allclose(_copies(model.weight), right, rtol=1e-6)
 
 
 def test_whole_batches_train_as_separate_fits(

@@ -92,8 +92,10 @@ class CompiledLoss:
     return value if factor == 1 else value * tf.cast(factor, value.dtype)
 
 
-# Prepares a compiled model of a Keras: wraps its losses.
-prepare: "Final[dict[str, Callable[[Any], None]]]" = {}
+# Wraps the losses of a compiled model of a Keras.
+wrap_losses: "Final[dict[str, Callable[[Any], None]]]" = {}
+# Lets a model be built from the batch of one replica, as tf_keras does.
+build_from_one: "Final[dict[str, Callable[[Any], None]]]" = {}
 
 
 def watch_compile(package: str) -> None:
@@ -131,16 +133,21 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
     pipeline = _pipeline_of(self)
     if pipeline is not None and pipeline.settings.lazy_rows:
       _warn_of_tables(self)
-    if pipeline is None or pipeline.engine.strategy.num_replicas_in_sync == 1:
+    strategy = self.distribute_strategy
+    if pipeline is not None:
+      strategy = pipeline.engine.strategy
+    is_ours = pipeline is not None or single_program.of_strategy(strategy)
+    if is_ours and single_program.num_copies(strategy) > 1:
+      build_from_one.get(package, lambda _: None)(self)
+    if pipeline is None or strategy.num_replicas_in_sync == 1:
       return
-    strategy = pipeline.engine.strategy
     if self.jit_compile and not pipeline.engine.is_single_program:
       raise ValueError(
         "`jit_compile` must be False in compile under"
         f" {type(strategy).__name__}: XLA cannot compile the sum over its"
         " replicas. Leave it out."
       )
-    prepare[package](self)
+    wrap_losses[package](self)
     if type(self).compute_loss is not compute_loss:
       pipeline.convention.warn_of_own_loss(type(self).__name__)
 

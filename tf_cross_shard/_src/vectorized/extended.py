@@ -378,8 +378,6 @@ class ModelsExtended(
       if operation == tf.distribute.ReduceOp.MEAN:
         return total
       return total * tf.cast(self.num_copies, total.dtype)
-    if parts[0].dtype in (tf.bool, tf.string):
-      return parts[0]  # Keras averages a batch only for its shape.
     if axis is None:
       return _mean_or_sum(operation, [tf.stack(parts)], 0)
     return _mean_or_sum(operation, parts, axis)

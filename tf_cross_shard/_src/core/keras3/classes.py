@@ -144,11 +144,7 @@ def _build_from_one_replica(model: Any) -> None:
   vars(model)["_maybe_symbolic_build"] = maybe_symbolic_build
 
 
-def _prepare(model: Any) -> None:
-  _wrap_losses(model)
-  _build_from_one_replica(model)
-
-
-compiled_losses.prepare["keras"] = _prepare
+compiled_losses.wrap_losses["keras"] = _wrap_losses
+compiled_losses.build_from_one["keras"] = _build_from_one_replica
 compiled_losses.watch_compile("keras")
 loss_scale.watch(keras.optimizers.LossScaleOptimizer)

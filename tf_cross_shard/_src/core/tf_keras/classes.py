@@ -9,6 +9,7 @@ that uses Keras 3 and tf_keras, import the classes for tf_keras from
 # ruff: noqa: E402  # Versions are checked first.
 # ruff: noqa: SLF001  # Keras keeps the losses of a model in private attributes.
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ from tf_cross_shard._src.core import (
   loss_factor,
   loss_scale,
   optimizer,
+  single_program,
   validation,
 )
 from tf_cross_shard._src.core import per_model as per_model_lib
@@ -180,7 +182,19 @@ def _is_divided(loss: Any, *_: Any) -> bool:
   return loss.reduction not in ("sum", "none")
 
 
-compiled_losses.prepare["tf_keras"] = _wrap_losses
+_training: Any = sys.modules[keras.Model.__module__]
+_reduce = _training.reduce_per_replica
+
+
+def _reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+  """Returns the mean of n models' logs of a batch, which Keras would sum."""
+  if reduction == "auto" and single_program.are_models(strategy):
+    return strategy.reduce("MEAN", values, axis=None)
+  return _reduce(values, strategy, reduction)
+
+
+_training.reduce_per_replica = _reduce_per_replica
+compiled_losses.wrap_losses["tf_keras"] = _wrap_losses
 compiled_losses.watch_compile("tf_keras")
 # One for legacy optimizers, and one for others.
 for _scaler in keras.mixed_precision.LossScaleOptimizer.__subclasses__():
