@@ -1,6 +1,8 @@
 """Settings that differ between groups, against plain Keras with each value."""
 
+import contextlib
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +213,32 @@ def test_bad_numbers(opt: Any, numbers: Any, message: str) -> None:
     pytest.raises(ValueError, match=message),
   ):
     keras3.CrossShardOptimizer(opt, group_assignment=GROUPS, per_model=numbers)
+
+
+@pytest.mark.parametrize("sqrt", [tf.sqrt, math.sqrt, np.sqrt])
+def test_a_setting_that_a_class_reads_as_a_number(sqrt: Any) -> None:
+  class Own(keras.optimizers.SGD):
+    def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+      self.assign_sub(variable, sqrt(1 - self.momentum) * gradient)
+
+  strategy = VectorizedStrategy(2)
+  [weight], optimizer = training.build(
+    "keras",
+    lambda _: Own(momentum=0.75),
+    {"weight": 2.0},
+    strategy,
+    per_model={"momentum": [0.0, 0.75]},
+  )
+  words = r"'momentum', but the update of Own .* Compute with tf.sqrt\(self.mom"
+  is_right = sqrt is tf.sqrt
+  with (
+    contextlib.nullcontext()
+    if is_right
+    else pytest.raises(ValueError, match=words)
+  ):
+    training.train([weight], optimizer, [np.ones([1, 2])], strategy=strategy)
+  held = Models(optimizer=optimizer).values(weight)
+  assert held.tolist() == ([1.0, 1.5] if is_right else [2.0, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ replica's group to TensorFlow.
 import contextlib
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -109,6 +109,7 @@ class PerModelSettings:
     self._optimizer = optimizer
     self._engine = engine
     self.numbers: dict[str, group_variable.GroupVariable] = {}
+    self._read_as_tensors: set[str] = set()
     self.replace(numbers)
 
   def replace(self, numbers: Mapping[str, Sequence[float]] | None) -> None:
@@ -157,20 +158,33 @@ class PerModelSettings:
       for name, limit in limits.items()
     }
 
-  def in_force(self) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which the optimizer has the replica's settings."""
+  @contextlib.contextmanager
+  def in_force(self) -> Iterator[None]:
+    """Gives the optimizer the replica's settings, which it must read."""
     numbers = {
       name: self._number(name, float(vars(self._optimizer)[name] or 0.0))
       for name in set(self.numbers) - {*settings_lib.LIMITS}
     }
-    return overriding.overriding(self._optimizer, **numbers)
+    with overriding.overriding(self._optimizer, **numbers):
+      yield
+    for name in sorted(numbers.keys() - self._read_as_tensors):
+      kind = type(self._optimizer).__name__
+      raise ValueError(
+        f"`per_model` contains {name!r}, but the update of {kind} did not read"
+        " it as a tensor, so it would be one number for all models. Compute"
+        f" with tf.sqrt(self.{name}) rather than with `math` or NumPy, or"
+        f" remove {name!r} from `per_model`."
+      )
 
   def _number(self, name: str, compared_as: float) -> PerModelSetting:
     """Returns the number of the calling replica's group."""
     number, group = self.numbers[name], group_context.current_group()
-    return PerModelSetting(
-      compared_as, lambda: tf.gather(number.as_tensor(), group)
-    )
+
+    def read() -> tf.Tensor:
+      self._read_as_tensors.add(name)
+      return tf.gather(number.as_tensor(), group)
+
+    return PerModelSetting(compared_as, read)
 
 
 # Numbers that an optimizer does not read in its update, but when it is built,
