@@ -189,7 +189,8 @@ def test_an_optimizer_around_ours_must_not_mix_the_groups() -> None:
 
 
 @training.in_both
-def test_a_subclass_changes_gradients_once(which: str) -> None:
+@pytest.mark.parametrize("way", ["minimize", "minimize_tape", "apply", "fit"])
+def test_a_subclass_changes_gradients_once(which: str, way: str) -> None:
   library, ours = training.KERASES[which]
 
   class Doubling(ours.CrossShardOptimizer):  # type: ignore[name-defined]
@@ -197,24 +198,35 @@ def test_a_subclass_changes_gradients_once(which: str) -> None:
       super().__init__(opt)
       self._keras_binding = "an attribute of the user's"
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-      super().apply([2 * g for g in grads], trainable_variables)
-
-    def compute_gradients(self, *args: Any, **options: Any) -> Any:
-      pairs = super().compute_gradients(*args, **options)
-      return [(2 * g, v) for g, v in pairs]
-
-  class DoublingPairs(ours.CrossShardOptimizer):  # type: ignore[name-defined]
     def apply_gradients(self, pairs: Any, *args: Any, **options: Any) -> Any:
       doubled = [(2 * g, v) for g, v in pairs]
       return super().apply_gradients(doubled, *args, **options)
 
-  weight = tf.Variable(8.0)
-  Doubling(library.optimizers.SGD(1.0)).minimize(lambda: weight * 1.0)
-  assert weight.numpy() == 6.0
-  if which == "keras":
-    Doubling(library.optimizers.SGD(1.0)).apply([tf.constant(1.0)], [weight])
+  optimizer = Doubling(library.optimizers.SGD(1.0))
+  dense = library.layers.Dense(1, use_bias=False)
+  model = library.Sequential([library.Input((1,)), dense])
+  [weight] = model.trainable_variables
+  weight.assign([[8.0]])
+  if way == "fit":
+    model.compile(optimizer, lambda y, x: x)
+    model.fit(np.ones([1, 1]), np.ones([1, 1]), verbose=0)
+  elif way == "apply":
+    optimizer.apply([tf.constant([[1.0]])], [weight])
   else:
-    pairs = [(tf.constant(1.0), weight)]
-    DoublingPairs(library.optimizers.SGD(1.0)).apply_gradients(pairs)
-  assert weight.numpy() == 4.0
+    training.take_step(optimizer, lambda: weight[0, 0] * 1.0, [weight], way)
+  assert model.get_weights()[0] == 6.0
+
+
+@training.in_both
+@pytest.mark.parametrize(
+  "name",
+  ["apply", "compute_gradients", "aggregate_gradients", "update_step"],
+)
+def test_a_subclass_must_not_override(which: str, name: str) -> None:
+  """Not every way to take a step calls these; a mixin may define them, too."""
+  library, ours = training.KERASES[which]
+  mixin = type("Mixin", (), {name: lambda self, *args: None})
+  mine = type("Mine", (mixin, ours.CrossShardOptimizer), {})
+  words = rf"Mine must not override {name}\(\).* Override apply_gradients\(\)"
+  with pytest.raises(ValueError, match=words):
+    mine(library.optimizers.SGD(1.0))
