@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import keras3
+from tf_cross_shard import VectorizedStrategy, keras3
 
 
 def _make(
@@ -143,11 +143,12 @@ def test_parts_are_those_of_the_shards(which: str) -> None:
 
 
 def test_tables() -> None:
-  """Tables are updated by rows and not divided; large ones have a remedy."""
+  """Tables updated by rows are not divided; large ones have a remedy."""
   for options, updated_by, notes in (
     ({}, "Keras", 1),
     ({"lazy_rows": True}, "rows", 0),
     ({"lazy_rows": True, "shard_update": True}, "rows", 0),
+    ({"shard_update": True}, "ResourceApplyAdam", 1),
     ({"accumulate_steps": 2}, "ResourceApplyAdam", 0),
   ):
     with testbed.mirrored().scope():
@@ -157,26 +158,41 @@ def test_tables() -> None:
       optimizer.build(layer.trainable_variables)
     content = optimizer.describe().to_dict()
     [row] = content["variables"]
-    assert (row["updated_by"], row["elements"]) == (updated_by, [10**6] * 4)
+    parts = 4 if options == {"shard_update": True} else 1
+    assert row["elements"] == [10**6 // parts] * 4
+    assert row["updated_by"] == updated_by
+    sums_first = row["reason"].endswith("repeated ids summed first")
+    assert sums_first == bool(options)
     assert len(content["notes"]) == notes
     assert all("lazy_rows=True" in note for note in content["notes"])
     assert not _reasons(optimizer)
 
 
 @pytest.mark.parametrize("lazy_rows", [False, True])
-def test_tables_in_one_program(lazy_rows: bool) -> None:
-  """All rows change, and `lazy_rows` is no remedy."""
-  with testbed.virtual(2).scope():
+@pytest.mark.parametrize("kind", ["virtual", "models"])
+def test_tables_in_one_program(
+  kind: str, lazy_rows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+  """All rows change, which two steps warn of once."""
+  is_tpu = kind == "virtual"
+  strategy = testbed.virtual(2) if is_tpu else VectorizedStrategy(2)
+  with strategy.scope():
     layer = keras.layers.Embedding(10_000, 100)
     layer.build((None, 2))
     optimizer = keras3.CrossShardOptimizer("adam", lazy_rows=lazy_rows)
     optimizer.build(layer.trainable_variables)
   described = optimizer.describe().to_dict()
-  assert described["sums"].endswith("in one XLA program")
+  assert ("in one XLA program" in str(described["sums"])) == is_tpu
   assert not described["notes"]
   reasons = list(_reasons(optimizer).values())
   assert len(reasons) == lazy_rows
   assert all(reason.startswith("one program") for reason in reasons)
+  rows = tf.IndexedSlices(tf.ones([1, 100]), [7], [10_000, 100])
+  pairs = [(rows, layer.weights[0])]
+  for _ in range(2):
+    training.on_rows(strategy, lambda: optimizer.apply_gradients(pairs))()
+  said = [r for r in caplog.records if "changes all rows" in r.getMessage()]
+  assert [r.levelname for r in said] == ["WARNING"] * lazy_rows
 
 
 @pytest.mark.parametrize("name", ["global_clipnorm", "clipnorm"])

@@ -130,7 +130,10 @@ def _rows(
   rows = {id(v): _row(v, methods[id(v)], members) for v in tables}
   for bucket in buckets:
     for index, weight in enumerate(bucket.variables):
-      row = _row(weight, methods[id(bucket.shard)], members)
+      method = methods[id(bucket.shard)]
+      if pipeline.tables.is_embedding(weight):
+        method = _with_ids(method, sums_first=True)
+      row = _row(weight, method, members)
       rows[id(weight)] = row._replace(
         elements=[
           sum(cut.size for cut in cuts if cut.index == index)
@@ -171,13 +174,17 @@ def _methods(
       if are_sparse[i] and pipeline.tables.is_by_rows:
         name, reason = "rows", "only the rows in the batch"
       sums_rows = plan.sums_rows or pipeline.tables.is_lazy or wrapped.sums_rows
-      how = "repeated ids as in plain Keras, not summed first"
-      if sums_rows or not are_sparse[i]:
-        how = "repeated ids summed first"
-      methods[i] = fused.UpdateMethod(
-        name, "; ".join(filter(None, (reason, how)))
+      methods[i] = _with_ids(
+        fused.UpdateMethod(name, reason), sums_rows or not are_sparse[i]
       )
   return dict(zip(map(id, variables), methods, strict=True))
+
+
+def _with_ids(method: Any, sums_first: bool) -> fused.UpdateMethod:
+  """Adds to the reason what becomes of ids that a batch has several times."""
+  how = "summed first" if sums_first else "as in plain Keras, not summed first"
+  reasons = filter(None, (method.reason, f"repeated ids {how}"))
+  return fused.UpdateMethod(method.name, "; ".join(reasons))
 
 
 def _row(variable: Variable, method: fused.UpdateMethod, members: int) -> Row:

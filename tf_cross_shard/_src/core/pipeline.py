@@ -168,6 +168,7 @@ class GradientPipeline:
     clip(f * g).
     """
     grads = call.grads
+    self.tables.warn(grads)
     if not self.tables.keeps_rows:
       grads = list(map(row_sparse.to_dense, grads, call.variables))
     factor = self.convention.for_gradients()

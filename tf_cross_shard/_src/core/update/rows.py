@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
+from absl import logging
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
@@ -84,6 +85,20 @@ class Tables:
     self._has_rows = self.is_lazy or is_exact(wrapped.base_optimizer)
     self._names: list[str] = []
     self._tables: list[Variable] = []
+    self._has_warned = False
+
+  def warn(self, grads: Sequence[Gradient]) -> None:
+    """Warns once of `lazy_rows` in a step that changes all rows."""
+    optimizer = self._wrapped.base_optimizer
+    is_sparse = any(isinstance(grad, tf.IndexedSlices) for grad in grads)
+    differs = self.is_lazy and not self.is_by_rows and not is_exact(optimizer)
+    if is_sparse and differs and not self._has_warned:
+      self._has_warned = True
+      logging.warning(
+        "lazy_rows changes all rows under %s and in steps that XLA compiles, as"
+        " plain Keras does: another algorithm than for the rows in the batch.",
+        type(self._engine.strategy).__name__,
+      )
 
   @property
   def row_step(self) -> wrapped_lib.RowStep | None:
