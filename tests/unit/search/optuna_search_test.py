@@ -204,16 +204,27 @@ def test_each_trial_equals_a_plain_fit(
   assert len(traces) == count
 
 
+class Lower(keras.callbacks.Callback):  # type: ignore[misc]
+  """Lowers the learning rate after the first epoch of each trial of two."""
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    if epoch % 2 == 0:
+      self.model.optimizer.learning_rate = 0.125
+
+
 def test_groups_begin_as_they_were() -> None:
   """Groups with different weights: trial i has those of its group."""
-  one = {**SETTINGS[0], "dropout": 0.0}
-  study = make_study([one] * 4)
-  search = callbacks.OptunaSearch(study, suggest, trials=4, epochs=2)
+  study = make_study([{"beta_1": 0.5}] * 4)
+  search = callbacks.OptunaSearch(
+    study,
+    lambda t: {"beta_1": t.suggest_float("beta_1", 0.0, 0.9)},
+    **{"trials": 4, "epochs": 2},
+  )
   model = grouped(VectorizedStrategy(2))
   [kernel, *_] = model.trainable_variables
   start = kernel.numpy()
   replica_state_cases.spread(kernel, [start * (1 + i) for i in range(2)])
-  run(search, model)
+  run(search, model, Lower())
   first, second, third, fourth = map(values_of, study.trials)
   assert first == third != second == fourth
 
@@ -532,7 +543,9 @@ class PruneTheSecond(optuna.pruners.BasePruner):
     return trial.number == 1
 
 
-@pytest.mark.parametrize("kind", ["keras", "ours, 5 batches", "ours"])
+@pytest.mark.parametrize(
+  "kind", ["keras", "ours, 5 batches", "ours, 5 batches in a window", "ours"]
+)
 def test_a_trial_begins_with_its_own_window(kind: str) -> None:
   """Trial 2 begins after epoch 0 of trial 1, while trial 0 goes on."""
   rates = [0.1, 0.2, 0.3]
@@ -557,7 +570,9 @@ def test_a_trial_begins_with_its_own_window(kind: str) -> None:
     model.compile(sgd(0.1), "mse")
   judge = callbacks.PerModelMetrics(VALIDATION, ensemble=False)
   options = {"epochs": search.most_epochs, "callbacks": [judge, search]}
-  if kind == "ours, 5 batches":
+  if kind.endswith("window"):
+    model.fit(batches, verbose=0)
+  if kind.startswith("ours, 5 batches"):
     with pytest.raises(ValueError, match=r"`accumulate_steps` .* does not div"):
       model.fit(batches, verbose=0, **options)
     assert {trial.state for trial in study.trials[:2]} == {State.FAIL}
