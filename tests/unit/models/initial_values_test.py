@@ -15,10 +15,12 @@ from tf_cross_shard import (
   VectorizedStrategy,
   keras3,
   per_model,
+  schedules,
 )
 
 N = 3
 SEEDS = (5, 7, 11)
+RATES = (0.01, 0.02, 0.005)
 _RNG = np.random.default_rng(2)
 X = _RNG.normal(size=(24, 4)).astype("float32")
 Y = np.sin(X[:, :1])
@@ -39,9 +41,9 @@ def build(units: int = 6) -> Any:
   )
 
 
-def _adam(kind: str) -> Any:
+def _adam(kind: str, rate: Any) -> Any:
   # A larger epsilon, so that rounding is not made larger.
-  adam = tf.keras.optimizers.Adam(0.01, epsilon=1e-3, ema_momentum=0.5)
+  adam = tf.keras.optimizers.Adam(rate, epsilon=1e-3, ema_momentum=0.5)
   return adam if kind == "plain" else CrossShardOptimizer(adam)
 
 
@@ -59,17 +61,17 @@ def test_an_ensemble_equals_separate_fits(kind: str) -> None:
   """From different seeds, on different data, after an earlier training."""
   with VectorizedStrategy(N).scope():
     model = build()
-    model.compile(_adam(kind), "mse")
+    model.compile(_adam(kind, schedules.PerModel(RATES)), "mse")
   data = _batches(WEIGHTS).map(lambda x, y, w: (x, y, _mark(w)))
   model.fit(data, verbose=0)  # Slots and counts that start again.
   Models(model).initialize(build, SEEDS)
   model.fit(data, epochs=2, verbose=0)
   together = Models(model).predict(X, batch_size=7)
   assert together.shape == (N, 24, 1)
-  for i, seed in enumerate(SEEDS):
+  for i, (seed, rate) in enumerate(zip(SEEDS, RATES, strict=True)):
     tf.keras.utils.set_random_seed(seed)
     plain = build()
-    plain.compile(_adam("plain"), "mse", run_eagerly=True)
+    plain.compile(_adam("plain", rate), "mse", run_eagerly=True)
     plain.fit(_batches(WEIGHTS[:, i]), epochs=2, verbose=0)
     for own, right in zip(model.weights, plain.weights, strict=True):
       mine = testbed.values(own)[i]

@@ -140,7 +140,10 @@ def _slots(
     ]
   elif type(base).__module__.split(".")[0] not in keras_private.KERASES:
     return {}  # The configuration of a class of one's own may not be enough.
-  copy = type(base).from_config(base.get_config())
+  config = base.get_config()
+  if "learning_rate" in config:
+    config["learning_rate"] = 0.0  # tf_keras would ask PerModel for a model's.
+  copy = type(base).from_config(config)
   copy.build(variables)
   weights = [np.asarray(v.numpy()) for v in variables]
   slots = _values(dict(optimizer_state.state_variables(copy)))
