@@ -298,6 +298,29 @@ class TestOperationsWithoutConverter:
     assert _copies(weight) == [[1.0, 2.0]] * N
 
 
+def test_the_second_trace_receives_tensors_of_its_own(
+  strategy: VectorizedStrategy,
+) -> None:
+  """Bijectors of TensorFlow Probability keep their results by tensor."""
+  kept: dict[Any, tf.Tensor] = {}
+  with strategy.scope():
+    weight = tf.Variable(2.0)
+  slots: list[tf.Variable] = []
+
+  def step(x: tf.Tensor, ragged: tf.RaggedTensor) -> tf.Tensor:
+    slots[:] = slots or [tf.Variable(0.0)]  # So there is a second trace.
+    with tf.GradientTape() as tape:
+      for given in (x, ragged.values):
+        if given.ref() not in kept:
+          kept[given.ref()] = weight * given
+      y = kept[x.ref()] * kept[ragged.values.ref()]
+    return tape.gradient(y, weight)
+
+  args = tf.constant([3.0]), tf.ragged.constant([[5.0]])
+  gradient = tf.function(lambda *x: strategy.run(step, x))(*args)
+  assert testbed.per_replica_results(strategy, gradient) == [60.0] * N
+
+
 def test_whole_batches(strategy: VectorizedStrategy) -> None:
   data = tf.data.Dataset.range(12).batch(5)
   for batches in (

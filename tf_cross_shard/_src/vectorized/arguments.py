@@ -226,14 +226,14 @@ class Arguments:
     """Adds the inputs of a leaf; returns a function that makes the leaf."""
     if isinstance(leaf, ReplicaValues) and leaf.count == self._count:
       if leaf.layout == Layout.SHARED:
-        return lambda inputs: leaf.tensor
+        return lambda inputs: _captured(leaf.tensor)
       self.stacks.append(leaf.tensor)
       return next
     if not isinstance(leaf, tf.distribute.DistributedValues) or isinstance(
       leaf, tf.Variable
     ):
       self.shared.append(leaf)
-      return lambda inputs: leaf
+      return lambda inputs: _captured(leaf)
     if len(leaf.values) != self._count:
       raise ValueError(
         f"An argument of strategy.run has values for {len(leaf.values)}"
@@ -249,6 +249,20 @@ class Arguments:
       return tf.nest.pack_sequence_as(first, leaves, expand_composites=True)
 
     return make
+
+
+def _captured(value: Any) -> Any:
+  """Returns a value with tensors of the graph that is being built."""
+  # Layers and bijectors keep results by tensor. The tensors of the first trace
+  # would return in the second.
+  if variables_lib.is_variable(value):
+    return value
+  graph = tf.compat.v1.get_default_graph()
+  return tf.nest.map_structure(
+    lambda x: graph.capture(x) if tf.is_symbolic_tensor(x) else x,
+    value,
+    expand_composites=True,
+  )
 
 
 def _stack(parts: Sequence[Any]) -> tf.Tensor:
