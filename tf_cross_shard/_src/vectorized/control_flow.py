@@ -534,16 +534,14 @@ def _select_equal(
   """Selects; an error, if a variable of the loop has changed its shape."""
   if after.shape.is_fully_defined() and after.shape == before.shape:
     return select(mask, after, before)
-  check = tf.debugging.Assert(
-    tf.reduce_all(mask) | _equal(tf.shape(after), tf.shape(before)),
-    [
-      "A variable of a loop changes its shape, and the replicas leave the loop"
-      " after different numbers of iterations. Its shapes are:",
-      tf.shape(before)[1:],
-      tf.shape(after)[1:],
-    ],
+  message = (
+    "A variable of a loop changes its shape, and the replicas leave the loop"
+    " after different numbers of iterations. Give it its largest shape from the"
+    " beginning. Its shapes are:"
   )
-  with tf.control_dependencies([check]):
+  shapes = tf.shape(before), tf.shape(after)
+  fits = tf.reduce_all(mask) | _equal(*shapes)
+  with vectorizer.check(fits, message, *(shape[1:] for shape in shapes)):
     return tf.cond(
       tf.reduce_all(mask),
       lambda: tf.identity(after),

@@ -153,16 +153,12 @@ def _grow(
   length = list_ops.tensor_list_length(handle)
   needed = tf.reduce_max(tf.where(mask, indices, -1)) + 1
   fits = tf.reduce_all(tf.equal(tf.where(mask, indices, -1), needed - 1))
-  check = tf.debugging.Assert(
-    fits | (needed <= length),
-    [
-      f"{call.op_type} ({call.op.name}) would give the replicas TensorArrays of"
-      " different sizes, which a vectorized program cannot have. Create the"
-      " TensorArray with its largest size. The indices are:",
-      indices,
-    ],
+  message = (
+    f"{call.op_type} ({call.op.name}) would give the replicas TensorArrays of"
+    " different sizes, which a vectorized program cannot have. Create the"
+    " TensorArray with its largest size. The indices are:"
   )
-  with tf.control_dependencies([check]):
+  with vectorizer.check(fits | (needed <= length), message, indices):
     return list_ops.tensor_list_resize(handle, tf.maximum(length, needed))
 
 

@@ -137,12 +137,14 @@ def vectorize(
   try:
     outputs = inline(outer, function.graph, given)
   except NotImplementedError as error:
-    raise NotImplementedError(f"{error}{_place(error)}") from error
+    place = _place(getattr(error, "operation", None))
+    raise NotImplementedError(f"{error}{place}") from error
   except ValueError as error:
     if "No pfor vectorization defined" not in str(error):
       raise
     unknown = cannot_vectorize(str(error).split()[5])
-    raise NotImplementedError(f"{unknown}{_place(error)}") from error
+    place = _place(getattr(error, "operation", None))
+    raise NotImplementedError(f"{unknown}{place}") from error
   finally:  # It would keep the graph.
     getattr(pfor, "_channel_flatten_input_cache", {}).clear()
   if conversion.looped:
@@ -154,9 +156,8 @@ def vectorize(
   return outputs[: len(function.outputs)]
 
 
-def _place(error: Exception) -> str:
+def _place(operation: Any) -> str:
   """Returns the user's line that created the operation; "" if unknown."""
-  operation: Any = getattr(error, "operation", None)
   frames = getattr(operation, "traceback", None) or ()
   libraries = "site-packages", "dist-packages", "tf_cross_shard/_src"
   users = [f for f in frames if not any(x in f.filename for x in libraries)]
@@ -273,6 +274,9 @@ def _stack_of_equal(
   call: Call, output: tf.Tensor, results: Sequence[tf.Tensor]
 ) -> tf.Tensor:
   """Stacks models' results; an error, if their sizes depend on the data."""
+  is_returned = any(output is x for x in call.op.graph.outputs)
+  if not output.consumers() and not is_returned:
+    return tf.stack([results[0]] * len(results))  # Nothing reads it.
   if output.shape.rank is None or output.shape.is_fully_defined():
     return tf.stack(results)
   sizes = tf.stack([tf.shape(result) for result in results])
@@ -280,13 +284,23 @@ def _stack_of_equal(
     f"{call.op_type} ({call.op.name}) returned results of different shapes on"
     " the replicas, which a vectorized program cannot have. Use operations"
     " whose shapes do not depend on the data, such as a product with a mask."
-    " The shapes are:"
+    f"{_place(call.op)} The shapes are:"
   )
-  check = tf.debugging.Assert(
-    tf.reduce_all(sizes == sizes[0]), [message, sizes]
-  )
-  with tf.control_dependencies([check]):
+  with check(tf.reduce_all(sizes == sizes[0]), message, sizes):
     return tf.stack(results)
+
+
+def check(condition: tf.Tensor, message: str, *values: tf.Tensor) -> Any:
+  """Returns a context whose operations fail with `message` first."""
+  # TensorFlow puts the traceback of an operation of the outermost function
+  # before its message, and knows none of an operation in an inner function.
+
+  @tf.function(autograph=False)
+  def run(condition: tf.Tensor, *values: tf.Tensor) -> tf.Tensor:
+    tf.debugging.Assert(condition, [message, *values])
+    return condition
+
+  return tf.control_dependencies([run(condition, *values)])
 
 
 # What converters need.
