@@ -147,6 +147,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     (build, 1, TypeError, r"`seeds` must be a list .* got 1\. Pass .*range"),
     (build, [1, "a"], ValueError, "`seeds` must be an integer"),
     (lambda: build(5), [1, 2], ValueError, r"`build` returns .*\[4, 5\]"),
+    (build(), [1, 2], TypeError, "`build` must be a function .* got Seq"),
     (lambda: None, [1, 2], TypeError, "`build` must return .* got NoneType"),
     (lambda: model, [1, 2], ValueError, "has replicas"),
   ):

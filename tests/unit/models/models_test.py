@@ -106,6 +106,8 @@ def test_it_is_a_sequence() -> None:
   assert [float(m.layers[0].scale) for m in reversed(models)] == [4.0, 2.0, 1.0]
   with pytest.raises(IndexError, match="`i` must be"):
     models[N]
+  with pytest.raises(ValueError, match=r"`i` must be .* got <class 'list'>"):
+    models.set_weights(model.get_weights(), 0)
   assert len(Models(_build())) == 1
   assert "3 models of sequential" in repr(models)
 

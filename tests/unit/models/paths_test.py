@@ -84,6 +84,18 @@ def test_saves_and_restores_groups(folder: str) -> None:
   )
 
 
+def test_saves_before_the_first_step_but_not_for_keras(folder: str) -> None:
+  model = _model()
+  with pytest.raises(ValueError, match=r"`path` is .*Keras cannot load"):
+    Models(model).save(f"{folder}/state.keras")
+  assert not model.optimizer.built
+  Models(model).save(f"{folder}/state")
+  right = _values(model)
+  _fit(model, 1)
+  Models(model).restore(f"{folder}/state")
+  _assert_equal(_values(model), right)
+
+
 def test_resumes_from_a_backup(folder: str) -> None:
   whole = _model()
   whole.set_weights([np.ones_like(w) for w in whole.get_weights()])

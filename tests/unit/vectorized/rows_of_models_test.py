@@ -163,8 +163,13 @@ MISTAKES: dict[str, tuple[Any, Any, str]] = {
   "out of range": (X, [[0], [1, 4]], r"`rows\[1\]\[1\]`.* 0 to 3; got 4"),
   "negative": (X, [[-1], [1]], r"`rows\[0\]\[0\]`.* got -1"),
   "a mask": (X, [X[:, 0] > 0], r"`rows\[0\]` .* integers.* bool.*flatnonzero"),
+  "pairs": (
+    X,
+    (pair for pair in [([0, 1], [2]), ([2, 3], [0])]),
+    r"`rows\[0\]` .* tuple of 2 arrays.*train for train, _ in",
+  ),
   "empty": (X, [[0], []], r"`rows\[1\]` .* at least one"),
-  "one array": (X, [0, 1], r"`rows\[0\]` .* shape \(\)"),
+  "one array": (X, [0, 1], r"`rows\[0\]` .* shape \(\).* one list for each"),
   "other examples": ((X, X[1:]), [[0]], r"`data` .* got \[3, 4\]"),
   "a number": (1.0, [[0]], r"`data` .* got \[0\]"),
   "models": (per_model(X[None]), [[0], [1]], r"`rows` .* got \[1, 2\]"),
@@ -190,5 +195,13 @@ def test_another_number_of_models() -> None:
   for rows in ([[0], [1]], None):
     data = (X, per_model(np.zeros([2, 4])))
     made = dataset_per_model(data, 2, rows=rows)
-    with pytest.raises(ValueError, match=r"has 2 rows, .* has 3 models"):
+    with pytest.raises(ValueError, match=r"of 2 models, but .* has 3\."):
       VectorizedStrategy(3).experimental_distribute_dataset(made)
+
+
+def test_a_plain_model_does_not_take_them() -> None:
+  model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
+  model.compile("sgd", "mse")
+  data = dataset_per_model((X, X), 2, rows=[[0], [1]])
+  with pytest.raises(ValueError, match=r"Create the model inside .*scope"):
+    model.fit(data, verbose=0)

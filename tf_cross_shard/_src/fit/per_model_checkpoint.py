@@ -69,6 +69,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
     """
     super().__init__(monitor, mode)
     self._path = paths_lib.as_path(path)
+    paths_lib.check_not_keras(self._path)
     # The arrays in the file.
     self._kept: dict[str, archive.Array] = {}
     self._is_new = True

@@ -60,8 +60,8 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
   topic = f"restoring {target.name}"
   if len(tracked.optimizers(optimizer, model)) > 1:
     _build_saved(target, optimizer, model)
-  elif model is not None and optimizer is not None:
-    _build(optimizer, model)
+  else:
+    build(optimizer, model)
   state = group_state.GroupState(optimizer, model)
   with (
     state.raising_on_all(topic) as outcomes,
@@ -124,8 +124,14 @@ def read(target: epath.Path, i: int, model: Any) -> Any:
   return model
 
 
+def build(optimizer: Any, model: Any) -> None:
+  """Builds the one optimizer on the trainable variables, unless it is built."""
+  is_only = len(tracked.optimizers(optimizer, model)) == 1
+  if is_only and model is not None and optimizer is not None:
+    _build(optimizer, model)
+
+
 def _build(optimizer: Any, model: Any) -> None:
-  """Builds an optimizer on the trainable variables, unless it is built."""
   layers = list(nested_lib.nested_optimizers(optimizer))
   # The outermost optimizer builds all the others. A LossScaleOptimizer may not
   # be built although the optimizer inside is.

@@ -36,6 +36,11 @@ def initialize(
 ) -> None:
   """Gives each model its own initial values; see `Models.initialize`."""
   keras = keras_private.keras_of(model)
+  if not callable(build) or hasattr(build, "variables"):
+    raise TypeError(
+      "`build` must be a function that returns a new plain model; got"
+      f" {type(build).__name__}. Pass the function without calling it."
+    )
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
   if not isinstance(seeds, Iterable):
     raise TypeError(
@@ -49,7 +54,8 @@ def initialize(
   if len(numbers) != state.groups.num_groups:
     raise ValueError(
       f"`seeds` must have an integer for each of the {state.groups.num_groups}"
-      f" models; got {len(numbers)}: {numbers}."
+      f" models; got {len(numbers)}: {numbers}. A model created outside of"
+      " VectorizedStrategy's scope is one."
     )
   state.compare_workers(f"initializing with the seeds {numbers}")
   optimizers = tracked.optimizers(optimizer, model)

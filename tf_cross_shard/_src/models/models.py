@@ -386,9 +386,13 @@ class Models(Sequence[Any]):
       OutOfSyncError: If members of a group differ in trained weights or in
         optimizer state that they share.
       OSError: If the file cannot be written; raised on all workers.
-      ValueError: If the optimizer is not built.
+      ValueError: If `path` ends with `.keras` or `.h5`, or if an optimizer
+        without a model is not built.
     """
     target = paths_lib.as_path(path)
+    paths_lib.check_not_keras(target)
+    if hasattr(self._model, "optimizer"):
+      checkpoint.build(self._optimizer, self._model)
     state, topic = self._state(), f"saving {target.name}"
     state.write(target, topic, state.arrays(topic))
 
@@ -523,9 +527,11 @@ class Models(Sequence[Any]):
   ) -> int:
     """Returns the number of a model, from 0."""
     count = len(self)
-    if isinstance(i, (bool, float)) or i not in range(-count, count):
+    is_number = isinstance(i, (int, np.integer)) and not isinstance(i, bool)
+    if not is_number or i not in range(-count, count):
+      got = i if i is None or np.isscalar(i) else type(i)
       raise kind(
-        f"`{argument}` must be an integer from 0 to {count - 1}; got {i!r}."
+        f"`{argument}` must be an integer from 0 to {count - 1}; got {got!r}."
       )
     return int(range(count)[i])
 

@@ -23,6 +23,14 @@ _NUMBERS: Final = {
 }
 
 
+def check_not_keras(path: epath.Path) -> None:
+  if path.suffix in (".keras", ".h5"):
+    raise ValueError(
+      f"`path` is {str(path)!r}, but Keras cannot load a file of several"
+      " models. Use another name; models[i].save(path) writes one model."
+    )
+
+
 def as_path(path: Any, argument: str = "path") -> epath.Path:
   """Converts a user's path, or raises an error that names the argument."""
   if not isinstance(path, (str, os.PathLike)):

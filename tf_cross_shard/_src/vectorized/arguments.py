@@ -116,11 +116,24 @@ def per_model(values: Any) -> Any:
       raise ValueError(
         "`values` of per_model must have a known number of rows, one for each"
         f" model; got shape {tensor.shape}. Use tf.ensure_shape(values, [n,"
-        " None, ...])."
+        " None, ...]), and tf.stack for a list."
       )
     return ReplicaValues(tensor, tensor.shape[0], Layout.STACKED)
 
   return tf.nest.map_structure(mark, values)
+
+
+def _refuse(value: ReplicaValues, *_: Any, **__: Any) -> Any:
+  raise ValueError(
+    f"Each of {value.count} models receives its own of these values, of"
+    " dataset_per_model or per_model, but they were used outside of the models."
+    " Create the model inside `with VectorizedStrategy(n).scope():`; instead of"
+    " `class_weight`, pass sample weights to dataset_per_model."
+  )
+
+
+# Before TensorFlow's own function, which names a class that nobody has seen.
+tf.register_tensor_conversion_function(ReplicaValues, _refuse, priority=0)
 
 
 class ReplicaValuesSpec(tf.TypeSpec):

@@ -81,8 +81,8 @@ def share(
       return arguments.ReplicaValuesSpec(leaf, count, layout)
     if leaf.count != count:
       raise ValueError(
-        f"`values` of per_model has {leaf.count} rows, but the strategy has"
-        f" {count} models. Give each model one row."
+        f"dataset_per_model or per_model got values of {leaf.count} models, but"
+        f" the strategy has {count}. Give each model its own."
       )
     return leaf
 

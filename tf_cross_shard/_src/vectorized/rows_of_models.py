@@ -82,6 +82,7 @@ def dataset_per_model(
   if shuffle is not None:
     remedy = "Pass a seed, for example 0."
     shuffle = validation.check_integer("shuffle", shuffle, remedy, least=0)
+  rows = None if rows is None else list(rows)
   with tf.device("CPU"):  # Where tf.data gathers.
     data = nest.map_structure(_as_leaf, data)
   count, examples = _sizes(data, rows)
@@ -163,13 +164,22 @@ def _sizes(data: Any, rows: Sequence[Any] | None) -> tuple[int, int]:
 
 def _as_matrix(rows: Sequence[Any], examples: int) -> Any:
   """Returns `[n, length]`; warns of rows that are left out."""
-  arrays = [np.asarray(numbers) for numbers in rows]
-  for i, numbers in enumerate(arrays):
+  arrays = []
+  for i, given in enumerate(rows):
+    if isinstance(given, tuple) and any(map(np.ndim, given)):
+      raise ValueError(
+        f"`rows[{i}]` must be a list of integers; got a tuple of"
+        f" {len(given)} arrays. scikit-learn's `split` yields (training rows,"
+        " validation rows): pass rows=[train for train, _ in splits]."
+      )
+    numbers = np.asarray(given)
+    arrays.append(numbers)
     if numbers.ndim != 1 or not numbers.size or numbers.dtype.kind not in "iu":
+      is_mask = numbers.dtype.kind == "b"
+      remedy = "np.flatnonzero(mask)" if is_mask else "one list for each model"
       raise ValueError(
         f"`rows[{i}]` must be a list of integers, at least one; got shape"
-        f" {numbers.shape} and dtype {numbers.dtype}. Turn a mask into integers"
-        " with np.flatnonzero(mask)."
+        f" {numbers.shape} and dtype {numbers.dtype}. Pass {remedy}."
       )
     for j in np.flatnonzero((numbers < 0) | (numbers >= examples)):
       raise ValueError(
