@@ -13,6 +13,8 @@ pfor does not know or converts wrongly: see `control_flow`, `converters`,
 # ruff: noqa: SLF001  # pfor is private.
 
 import collections
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -23,6 +25,7 @@ from tensorflow.python.ops import (
   list_ops,
   resource_variable_ops,
 )
+from tensorflow.python.util import tf_stack
 
 from tf_cross_shard._src.vectorized import private_pfor
 
@@ -290,17 +293,20 @@ def _stack_of_equal(
     return tf.stack(results)
 
 
+class _WithoutFrames(tf_stack.StackTraceFilter):
+  """Lets operations have no traceback: TensorFlow puts it before a message."""
+
+  def get_filtered_filenames(self) -> set[str]:
+    modules = [getattr(x, "__dict__", {}) for x in [*sys.modules.values()]]
+    files = {str(names.get("__file__")) for names in modules}
+    return files | {frame.filename for frame in inspect.stack(0)}
+
+
 def check(condition: tf.Tensor, message: str, *values: tf.Tensor) -> Any:
   """Returns a context whose operations fail with `message` first."""
-  # TensorFlow puts the traceback of an operation of the outermost function
-  # before its message, and knows none of an operation in an inner function.
-
-  @tf.function(autograph=False)
-  def run(condition: tf.Tensor, *values: tf.Tensor) -> tf.Tensor:
-    tf.debugging.Assert(condition, [message, *values])
-    return condition
-
-  return tf.control_dependencies([run(condition, *values)])
+  with _WithoutFrames():
+    made = tf.debugging.Assert(condition, [message, *values])
+  return tf.control_dependencies([made])
 
 
 # What converters need.
