@@ -16,14 +16,9 @@ class GroupVariable(tf.__internal__.tracking.Trackable):
       group        0      1       2
       numbers     0.1   0.01   0.001      [num_groups], float64
 
-  All replicas have the same numbers, and take the number of their group.
-  So a number that changes takes effect in the next step, and nothing is traced
-  again. The variable is float64, because Keras computes with settings such as
-  `1 - beta_2` as Python numbers.
-
-  Attributes:
-    name: The name of the variable.
-    initial: The numbers with which the program began.
+  All replicas have all numbers, and take that of their group. So a number that
+  changes takes effect in the next step, without a trace. float64, because Keras
+  computes with settings such as `1 - beta_2` as Python numbers.
   """
 
   def __init__(self, name: str, numbers: Iterable[float]) -> None:

@@ -14,10 +14,6 @@ class NonfiniteGuard:
   """Decides, alike on all members of a group, whether a step is applied.
 
   All members have the same sums, or parts that are all NaN if one part is.
-
-  Attributes:
-    skipped_steps: Counts the skipped steps of the replica's group; None unless
-      `skip_nonfinite` is set.
   """
 
   def __init__(

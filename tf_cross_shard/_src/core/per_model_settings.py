@@ -87,13 +87,10 @@ def is_nonzero(number: float) -> tf.Tensor | bool:
 
 
 class PerModelSettings:
-  """The variables of the settings that differ between groups.
+  """The variables of the settings that differ between groups, by name.
 
-  Every optimizer class, kernel and kind of update reads the setting as an
-  attribute of the wrapped optimizer, and so reads the number of the group.
-
-  Attributes:
-    numbers: The variable of each setting, by the name of the setting.
+  Whatever reads the setting as an attribute of the wrapped optimizer reads the
+  number of the group.
   """
 
   def __init__(

@@ -49,14 +49,8 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 class Call:
   """One call of `apply_gradients` with valid arguments.
 
-  Attributes:
-    grads: This replica's gradients, or their sums over the group.
-    variables: The variables of the gradients.
-    global_step: The user's step counter, a variable; or None.
-    name: The name scope of the operations; None for the optimizer's name.
-    through_apply: Whether the call was Keras 3's `apply`, which does not run
-      what the user's class overrides in `apply_gradients`.
-    is_reduced: Whether `grads` are already the group's sums.
+  `through_apply`: the call was Keras 3's `apply`, which does not run what the
+  user's class overrides in `apply_gradients`. `is_reduced`: `grads` are sums.
   """
 
   grads: Sequence[Gradient]
@@ -70,19 +64,8 @@ class Call:
 class GradientPipeline:
   """What lies between a loss and the weights.
 
-  Attributes:
-    settings: The arguments of the optimizer.
-    wrapped: The user's optimizer.
-    engine: Sums over the groups of replicas.
-    checks: Whether a step may run here.
-    convention: The factor by which the loss is multiplied.
-    per_model: The settings of `wrapped` that differ between groups.
-    tables: The embedding tables that are updated by rows.
-    update: Reduces gradients and updates the weights.
-    window: Accumulates the gradients of several calls; None for one call.
-    warnings: Warns when something else treats all groups as one model.
-    guard: Skips and counts steps with a NaN or an infinity.
-    attached: Variables of callbacks, which `Models` saves, too.
+  `tables` are updated by rows; `attached` are variables of callbacks, which
+  `Models` saves, too.
   """
 
   def __init__(

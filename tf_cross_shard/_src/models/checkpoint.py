@@ -31,13 +31,9 @@ _SHOWN: Final = 5  # the number of names that an error lists
 
 
 class Restored(NamedTuple):
-  """The contents of a restored file that are not values of groups.
+  """What a file has besides the values of groups.
 
-  Attributes:
-    values: The JSON values of a backup, which `save` does not write.
-    arrays: The arrays that belong to no group.
-    is_exact: Whether the groups have the same size as when the file was
-      written, so every replica resumes with exactly its own values.
+  If `is_exact`, every replica resumes with exactly its own values.
   """
 
   values: Any
@@ -252,15 +248,9 @@ def plan(
       member 0, 1, ... gets  x, x, ...     x0, x1, x2     mean, mean
 
   Integers have no mean: the two members get x0 and x1. More than three members
-  get x0, x1, x2, x0, x1, ...
-
-  Args:
-    sources: For each group of the program, a file and the number of the group
-      in the file.
-    state: The variables.
-    is_exact: Whether every replica can be restored with its own values. If
-      not, an unfinished accumulation window starts again: the sums of other
-      members would be counted twice or not at all.
+  get x0, x1, x2, x0, x1, ... `sources` has, for each group of the program, a
+  file and a group in it. Unless `is_exact`, an unfinished window starts again:
+  the sums of other members would be counted twice or not at all.
   """
   replicas = state.copies.engine.local_replicas
   groups = {replica: state.groups.index_of(replica) for replica in replicas}

@@ -42,14 +42,7 @@ class OutOfSyncError(AssertionError):
 
 
 class Entry(NamedTuple):
-  """One variable of the state.
-
-  Attributes:
-    name: Its name in a checkpoint, the same on all workers.
-    variable: The variable.
-    is_shared: Whether the members of a group must have equal values of the
-      variable.
-  """
+  """A variable, its name in files, and whether members of a group share it."""
 
   name: str
   variable: Any
@@ -69,28 +62,17 @@ class Entry(NamedTuple):
 class GroupState:
   """The variables of an optimizer and a model, in all groups.
 
-  On several machines, all workers call the methods with the same arguments and
-  in the same order.
-
-  Attributes:
-    optimizer: The optimizer, or a list if the model tracks several.
-    entries: The variables.
-    copies: Reads and writes the values that replicas have of a variable.
-    groups: The groups of the optimizer.
-    rates: The place among the model's layers of each `TunableDropout`, by the
-      name of its weight.
+  All workers call the methods alike. `rates` has the place among the layers of
+  each `TunableDropout`, by the name of its weight.
   """
 
   def __init__(
     self, optimizer: Any, model: Any = None, with_optimizer: bool = True
   ) -> None:
-    """Finds the variables, the strategy and the groups.
+    """Takes a model, a list of variables, or None for the optimizer alone.
 
-    Args:
-      optimizer: The optimizer.
-      model: A model or a list of variables; None for the optimizer alone.
-      with_optimizer: Whether to include the optimizer's variables. If False,
-        only the groups are read from the optimizer, which need not be built.
+    Without `with_optimizer`, the optimizer, of which only the groups are read,
+    need not be built.
     """
     if optimizer is not None:
       nested_lib.check_optimizer(optimizer)
@@ -156,9 +138,7 @@ class GroupState:
   def names_that_differ(self, topic: str) -> set[str]:
     """Returns the names of variables whose values differ within a group.
 
-    Raises:
-      OutOfSyncError: If members differ in a variable that they have to share.
-        It names the `topic`, the operation that needs the names.
+    If members have to share one, the error names the `topic`.
     """
     if self.groups.group_size == 1:
       return set()
@@ -181,15 +161,10 @@ class GroupState:
     return members.index(replica)
 
   def arrays(self, topic: str) -> dict[str, archive.Array]:
-    """Returns the values of every group, by their names in a checkpoint.
+    """Returns the values of all groups, by their names in a checkpoint.
 
-    Each variable has one array per group or, if members of a group have
-    different values, one per member of each group. Only the first worker
-    returns the values.
-
-    Raises:
-      DisagreementError: If workers do not make the same call; it names `topic`.
-      OutOfSyncError: If members differ in a variable that they have to share.
+    A variable has one array per group or, if members differ, one per member.
+    Only the first worker returns the values.
     """
     self.compare_workers(topic)
     differing = self.names_that_differ(topic)
@@ -308,20 +283,11 @@ class GroupState:
 def raising_on_all(
   workers: agreement.Workers | None, topic: str, nbytes: int = 0
 ) -> Iterator[list[dict[str, Any]]]:
-  """Raises an error of one worker on all workers, when the context ends.
+  """Raises an error of one worker on all, which would wait for it forever.
 
-  Without it, the other workers would wait for the failed worker forever.
-
-  Args:
-    workers: The workers; None if there is one only.
-    topic: The operation, for errors.
-    nbytes: How many bytes a slow disk may have to write or read. The wait is
-      longer than the usual timeout by that time.
-
-  Yields:
-    A list with one dictionary, into which this worker puts JSON values for the
-    other workers. When the context has ended, the list has the dictionary of
-    each worker.
+  Yields a list with one dictionary, into which this worker puts JSON values. At
+  the end, the list has the dictionary of each worker. `nbytes` extends the wait
+  by the time that a slow disk needs for them.
   """
   outcomes: list[dict[str, Any]] = [{}]
   error: Exception | None = None

@@ -64,11 +64,7 @@ def assign(
 def receivers(
   state: group_state.GroupState, plain: Any, **options: Any
 ) -> dict[str, Any]:
-  """Returns a plain model's variables by the names of those in `state`.
-
-  Raises `ValueError` if the model has other variables. `options` are those of
-  `_check_fits`, which checks it.
-  """
+  """Returns a plain model's variables by the names of those in `state`."""
   target = _check_fits(state, plain, **options)
   return {
     source.name: replicas_lib.native(entry.variable)
@@ -243,14 +239,10 @@ def _check_fits(
   what: str = "The model passed as `into` or `twin`",
   is_exact: bool = False,
 ) -> group_state.GroupState:
-  """Returns the variables of a plain model that receive the values in `state`.
+  """Returns a plain model's variables that receive the values in `state`.
 
   If both have different numbers of random number generators, as with a dropout
-  rate of 0, the states of these are left out of both, unless `is_exact`. Errors
-  begin with `what`.
-
-  Raises:
-    ValueError: If the plain model cannot receive the variables.
+  rate of 0, their states are left out of both, unless `is_exact`.
   """
   remedy = (
     "Create and build it with the same code as `model`, outside"

@@ -29,11 +29,7 @@ class TrialSettings:
   def prepare(
     self, model: Any, settings: Mapping[str, float], num_models: int
   ) -> None:
-    """Finds what each name sets, before a step is traced.
-
-    Raises:
-      ValueError: If nothing has one of the names.
-    """
+    """Finds what each name sets, before a step is traced."""
     self._sets_rate = _RATE in settings
     if self._sets_rate:
       per_model_rates.check(model, "OptunaSearch")

@@ -43,14 +43,8 @@ def import_optuna() -> Any:
 class Running:
   """A trial that a group trains.
 
-  Attributes:
-    number: The number of the trial in the study.
-    settings: What `suggest` returned.
-    values: The monitored value of each epoch.
-    reported: The last epoch that a killed process reported after its backup.
-    is_over: Whether a killed process finished the trial after its backup. The
-      group then trains it again only for its weights.
-    best_epoch: The epoch with the best finite value, from 0; -1 without one.
+  `reported` is the last epoch that a killed process reported after its backup.
+  `is_over`: it finished the trial then, which trains again for its weights.
   """
 
   number: int
@@ -68,11 +62,8 @@ class Running:
 class Trials:
   """Asks a study for trials, and tells it what came of them.
 
-  Attributes:
-    study: The study.
-    fit: Identifies the `fit` whose trials these are.
-    backups: The folder of the program's backups, which is its name when it is
-      started again; "" without backups.
+  `fit` identifies the `fit` of the trials. `backups`, the folder of backups, is
+  the program's name when it is started again.
   """
 
   def __init__(
@@ -182,11 +173,7 @@ class Trials:
     logger.info("Trial %d %s. %s", number, words, trial.params)
 
   def resume(self, fit: str, running: Sequence[Running | None]) -> None:
-    """Continues after a kill, with the trials that were running in a backup.
-
-    Raises:
-      CheckpointError: If the study does not have the trials of the backup.
-    """
+    """Continues after a kill, with the trials that were running in a backup."""
     self.fit = fit
     trials = {trial.number: trial for trial in self._mine()}
     for each in filter(None, running):

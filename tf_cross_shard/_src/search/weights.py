@@ -19,12 +19,8 @@ Weights = dict[str, archive.Array]
 class BestWeights:
   """Keeps the weights of the best epoch of each trial that may be the best.
 
-  Attributes:
-    kept: The weights of each group's trial at its best epoch; empty if the
-      trial is worse than a complete one.
-    best: The best complete trial of this process, or None.
-    weights: The weights of `best`.
-    rates: `rates` of the models' `GroupState`.
+  `kept` has those of each group's trial, or {} if the trial is worse than
+  `best`, the best complete one of this process.
   """
 
   def __init__(self, sign: float, folder: epath.Path | None) -> None:

@@ -59,17 +59,11 @@ class Conversion(pfor.PForConfig):  # type: ignore[name-defined]
 
 
 class Rewriter(pfor.PFor):  # type: ignore[name-defined]
-  """Rewrites one graph.
+  """Rewrites one graph; `mask` says which models take part, None for all.
 
-  In a branch that only some models take, and in a loop that some have left, all
-  models compute, and the results of the others are discarded.
-
-  Attributes:
-    mask: A boolean for each model: whether it takes part. None for all.
-    source: For each model, the number of the model whose inputs and variables
-      it reads. A model that does not take part computes what another one does,
-      so that nothing fails that would not fail there. None if each model reads
-      its own.
+  Models that do not take part in a branch or a loop compute, too, and their
+  results are discarded. They read what model `source[i]` reads, so that nothing
+  fails that would not fail there.
   """
 
   mask: Any = None

@@ -38,18 +38,9 @@ ATTRIBUTE: Final = "_wrapped"
 class WrappedOptimizer(abc.ABC):
   """The user's optimizer, with the same members for Keras 3 and tf_keras.
 
-  Attributes:
-    optimizer: The user's optimizer.
-    base_optimizer: The optimizer that keeps the slots, inside any loss scaling.
-    moves_loss_scale: Whether `compile` runs; see `loss_scale`.
-    sharded_state: The `update.saved_state.PlainState` of an optimizer whose
-      state is sharded, or None. It shows whole slots, by the members of this
-      class that savers need: `variables`, `slots`, `set_weights` and so on.
-    checkpoint_view: The view of a sharded optimizer that checkpoints see.
-    fused: Whether kernels do the optimizer's steps; see `fused_update`.
-    package: The Keras of the optimizer: "keras" or "tf_keras".
-    sums_rows: Whether the optimizer adds up rows of the same index before it
-      updates, and clips row-sparse gradients without making them dense.
+  `base_optimizer` keeps the slots, inside any loss scaling. `sharded_state`
+  shows whole slots of sharded state, or is None. `sums_rows`: the optimizer
+  adds up rows of the same index first, and clips rows as they are.
   """
 
   package: str  # "keras" or "tf_keras"
@@ -373,20 +364,10 @@ def adapter_of(optimizer: Optimizer) -> WrappedOptimizer:
 def slots_at(
   optimizer: Optimizer, index: int, count: int, keys: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
-  """Yields the slots of one trained variable, from an optimizer's attributes.
+  """Yields the name and the slot, for each slot of a trained variable.
 
-  An optimizer keeps each kind of slot in an attribute. The attribute is a list
-  in the order of the trained variables, or a dictionary whose keys identify
-  variables. Dictionaries may hold such lists and dictionaries.
-
-  Args:
-    optimizer: The optimizer that keeps the slots, built.
-    index: The place of the variable among the `count` trained variables.
-    count: The number of trained variables.
-    keys: Keys that may identify the variable, besides `index`.
-
-  Yields:
-    The name of an attribute, and a slot.
+  Each attribute with slots is a list in the order of the `count` trained
+  variables, or a dictionary whose keys identify them, also of such lists.
   """
   not_found_yet = set(map(id, optimizer.variables))
 
