@@ -23,12 +23,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 class Window:
-  """The calls of `apply_gradients` that make one step.
-
-  Attributes:
-    variables: The number of complete calls of this window, and the window's
-      sums. Each replica has its own values.
-  """
+  """The calls of `apply_gradients` that make one step."""
 
   def __init__(self, steps: int, engine: engine_lib.Engine) -> None:
     self._steps = steps

@@ -17,10 +17,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 class Checks:
-  """Checks of the strategy, the groups, the variables and the workers.
-
-  The constructor checks what cannot change afterwards.
-  """
+  """Checks of the strategy, the groups, the variables and the workers."""
 
   def __init__(
     self,

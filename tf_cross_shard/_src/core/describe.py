@@ -38,10 +38,7 @@ class Row(NamedTuple):
 
 
 class Description:
-  """A description of what an optimizer does; `print` shows a table.
-
-  `CrossShardOptimizer.describe` documents the content.
-  """
+  """A description of what an optimizer does; `print` shows a table."""
 
   def __init__(self, content: dict[str, Any]) -> None:
     """Creates a description from the result of `to_dict`."""
@@ -148,10 +145,7 @@ def _methods(
   weights: Sequence[Variable],
   tables: Sequence[Variable],
 ) -> dict[int, fused.UpdateMethod]:
-  """Returns how a member updates variables that it applies, by their `id`.
-
-  Only `tables` may have row-sparse gradients.
-  """
+  """Returns how a member updates variables that it applies, by their `id`."""
   wrapped, engine = pipeline.wrapped, pipeline.engine
   optimizer, variables = wrapped.base_optimizer, [*weights, *tables]
   plan = fused.plan(

@@ -29,10 +29,7 @@ def current_group() -> Any:
 
 
 def group_here(groups: groups_lib.Groups) -> Any:
-  """Returns the calling replica's group: an int, or a tensor in one program.
-
-  Outside replicas, it returns None.
-  """
+  """Returns the replica's group: an int, a tensor, or None outside replicas."""
   replica = isolation.current_replica()
   if replica is None or isinstance(replica, int):
     return None if replica is None else groups.index_of(replica)

@@ -31,10 +31,7 @@ class GroupVariable(tf.__internal__.tracking.Trackable):
     return len(self._numbers)
 
   def create(self, strategy: tf.distribute.Strategy) -> None:
-    """Creates the variable of a strategy, unless it exists.
-
-    In TensorFlow 1's graphs, the numbers are constants.
-    """
+    """Creates the variable of a strategy, unless it exists."""
     if strategy in self._variables or not (
       tf.compat.v1.executing_eagerly_outside_functions()
     ):

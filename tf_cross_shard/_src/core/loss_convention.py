@@ -57,10 +57,7 @@ class LossConvention:
     self._own_warnings: set[str] = set()
 
   def for_loss(self, default: str) -> float:
-    """Returns the factor of the loss, and notes that this step scales it.
-
-    `default` is `"replica"` or `"global"`, for a user who chose neither.
-    """
+    """Returns the factor of the loss, and notes that this step scales it."""
     self._ever_scaled = True
     self._step.scaled = True
     # The function that is being traced may run in later steps.

@@ -36,11 +36,7 @@ class NonfiniteGuard:
     return self.skipped_steps is not None or self._wrapped.skips_overflows
 
   def count(self, sums: Sequence[Gradient]) -> tf.Tensor | None:
-    """Counts a step that is skipped.
-
-    Returns whether to apply the step, a boolean tensor; None to apply it in any
-    case, also where the LossScaleOptimizer skips a step itself.
-    """
+    """Counts a skipped step; returns whether to apply it, None for yes."""
     if self.skipped_steps is None:
       return None
     is_finite = clipping.all_finite(sums)

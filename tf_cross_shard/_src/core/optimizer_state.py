@@ -18,10 +18,7 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
 def find_pipeline(optimizer: Optimizer) -> pipeline_lib.GradientPipeline | None:
-  """Returns the pipeline of a CrossShardOptimizer; None for other optimizers.
-
-  It is also None while the optimizer is being created.
-  """
+  """Returns the pipeline of a complete CrossShardOptimizer, else None."""
   found = getattr(optimizer, "__dict__", {}).get("_pipeline")
   return found if isinstance(found, pipeline_lib.GradientPipeline) else None
 

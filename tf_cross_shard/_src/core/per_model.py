@@ -273,10 +273,7 @@ def _schedules_in(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
 def check_rates(
   rate: Any, groups: groups_lib.Groups, schedule: type[Any]
 ) -> None:
-  """Raises `ValueError` for a `PerModel` that does not fit the groups.
-
-  `rate` is one learning rate, or a list, as for `_schedules_in`.
-  """
+  """Raises `ValueError` for a `PerModel` that does not fit the groups."""
   for found in _schedules_in(rate, schedule):
     if len(found.rates) != groups.num_groups:
       raise ValueError(

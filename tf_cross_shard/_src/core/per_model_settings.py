@@ -99,10 +99,7 @@ class PerModelSettings:
     optimizer: Optimizer,
     engine: engine_lib.Engine,
   ) -> None:
-    """Raises `ValueError` for numbers that do not fit.
-
-    `optimizer` is the one that keeps the slots.
-    """
+    """Raises `ValueError` for numbers that do not fit."""
     self._optimizer = optimizer
     self._engine = engine
     self.numbers: dict[str, group_variable.GroupVariable] = {}

@@ -190,10 +190,7 @@ class GradientPipeline:
     default: str,
     options: differentiate.GraphOptions,
   ) -> differentiate.Pairs:
-    """Returns this replica's gradients of the scaled loss.
-
-    `default` is what the loss is averaged over if the user did not say.
-    """
+    """Returns this replica's gradients of the scaled loss."""
     self.checks.check_place()
     return differentiate.differentiate(
       self.wrapped,

@@ -152,10 +152,7 @@ class Settings:
     return {name: getattr(self, name) for name in LIMITS}
 
   def read(self, name: str) -> Any:
-    """Returns a setting as a built-in Python type.
-
-    Groups are returned as lists, without names, and a dtype as its name.
-    """
+    """Returns a setting as a built-in Python type."""
     value = getattr(self, name)
     if isinstance(value, groups_lib.Groups):
       return value.to_lists()

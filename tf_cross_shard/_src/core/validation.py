@@ -33,10 +33,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_integer(name: str, value: Any, remedy: str, least: int = 1) -> int:
-  """Returns an argument's value, or raises `ValueError` if it is no integer.
-
-  It must be at least `least`. `remedy` ends the message.
-  """
+  """Returns an argument's value; `remedy` ends the message of the error."""
   is_integer = isinstance(value, numbers.Integral)
   if not is_integer or isinstance(value, bool) or value < least:
     raise ValueError(
@@ -164,10 +161,7 @@ def check_global_step(global_step: Any) -> None:
 
 
 def check_scalar(loss: tf.Tensor, seeded: bool) -> None:
-  """Raises `ValueError` unless a loss that is averaged is a scalar.
-
-  `seeded` is whether the user passed `grad_loss`, which weights each element.
-  """
+  """Raises `ValueError` unless a loss that is averaged is a scalar."""
   if not seeded and loss.shape.rank not in (0, None):
     raise ValueError(
       '`loss` must be a scalar when `reduction` is "mean"; got shape'

@@ -12,10 +12,7 @@ from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 
 def check(model: Any, caller: str) -> None:
-  """Raises `TypeError` unless the models' learning rates can be set.
-
-  The error names the `caller`.
-  """
+  """Raises `TypeError` unless the models' learning rates can be set."""
   rates = per_model_lib.rates_of(model.optimizer)
   if rates is not None and any(map(callable, rates.rates)):
     raise TypeError(

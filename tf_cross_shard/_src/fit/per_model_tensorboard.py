@@ -147,10 +147,7 @@ class PerModelTensorBoard(per_model_callback.PerModelReader):
 
 
 def _drift(state: group_state.GroupState, first: list[int]) -> list[float]:
-  """Returns the root mean square distance of each model from the mean.
-
-  Only trained weights count. `first` has the first replica of each group.
-  """
+  """Returns the root mean square distance of each model from the mean."""
   squares, size = np.zeros(len(first)), 0
   for entry in state.entries:
     if entry.is_shared:

@@ -127,10 +127,7 @@ class GroupState:
     self.entries = [entry for entry in self.entries if not is_seed(entry.name)]
 
   def compare_workers(self, topic: str) -> None:
-    """Raises the same error on all workers unless all make this call.
-
-    The workers compare `topic`, the groups and the variables.
-    """
+    """Raises the same error on all workers unless all make this call."""
     lines = agreement.setting_lines(group_assignment=self.groups.to_lists())
     lines += [f"{entry.name}: {entry.kind}" for entry in self.entries]
     self.copies.compare_workers(topic, lines)
@@ -245,10 +242,7 @@ class GroupState:
   def raising_on_all(
     self, topic: str
   ) -> contextlib.AbstractContextManager[list[dict[str, Any]]]:
-    """Returns the context `raising_on_all`, with time for a slow disk.
-
-    The time limit grows with the number of bytes in all groups.
-    """
+    """Returns `raising_on_all`, with time for a slow disk to write all."""
     nbytes = sum(
       (entry.shape.num_elements() or 0) * tf.as_dtype(entry.variable.dtype).size
       for entry in self.entries
@@ -340,10 +334,7 @@ def is_seed(name: str) -> bool:
 
 
 def has_mean(variable: Any) -> bool:
-  """Returns whether a mean makes sense: False for integers.
-
-  The states of random number generators, for example, are integers.
-  """
+  """Returns whether a mean makes sense: False for integers."""
   dtype = tf.as_dtype(variable.dtype)
   return bool(dtype.is_floating or dtype.is_complex)
 
@@ -383,10 +374,7 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def _strategy_of(entries: Sequence[Entry]) -> tf.distribute.Strategy:
-  """Returns the strategy that all variables were created in.
-
-  Raises `ValueError` if there are several.
-  """
+  """Returns the strategy that all variables were created in."""
   owned = [(p.name, replicas_lib.strategy_of(p.variable)) for p in entries]
   owned = [pair for pair in owned if pair[1] is not None]
   for name, strategy in owned:

@@ -165,10 +165,7 @@ def _slots(
 
 
 def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
-  """Returns each variable of the built optimizers, with an initial copy.
-
-  The copies are those of new optimizers, made from the configurations.
-  """
+  """Returns the variables of built optimizers, each with one of a new one."""
   if optimizer is None:
     return []
   pairs = []

@@ -112,10 +112,7 @@ class Trials:
     )
 
   def ask(self, most: int) -> Running | None:
-    """Returns the next trial; None if the study was asked for `most` trials.
-
-    Trials that `suggest` prunes are told, and the next one is asked for.
-    """
+    """Returns the next trial; None if the study was asked for `most` trials."""
     while self.asked < most:
       trial = self.study.ask()
       trial.set_user_attr(_FIT, self.fit)

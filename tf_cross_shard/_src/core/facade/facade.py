@@ -54,9 +54,7 @@ def forwarded(name: str) -> property:
 class Facade:
   """Forwards state and settings to a wrapped optimizer.
 
-  The facade has its own name and its own clipping limits. Each kind of facade
-  takes a step in its own way: it has `_gradients`, `_apply_pairs` and
-  `apply_gradients`.
+  Subclasses take steps: `_gradients`, `_apply_pairs`, `apply_gradients`.
   """
 
   GATE_NONE = differentiate.GATE_NONE

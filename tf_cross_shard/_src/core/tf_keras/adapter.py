@@ -90,10 +90,7 @@ class TfKerasAdapter(wrapped_lib.WrappedOptimizer):
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _slots_of(self, *keys: Any) -> dict[str, Any]:
-    """Returns the slots, by name, of the variable that has these keys.
-
-    The first key is Keras' own. The variable may lack the other keys.
-    """
+    """Returns the slots, by name, of the variable that has these keys."""
     places = self.base_optimizer._index_dict
     index, count = places[keys[0]], len(places)
     found = wrapped_lib.slots_at(self.base_optimizer, index, count, keys)

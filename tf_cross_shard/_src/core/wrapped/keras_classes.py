@@ -40,10 +40,7 @@ def check_is_one(optimizer: Any, argument: str) -> None:
 
 
 def check_elementwise(optimizer: Any, argument: str, value: bool | str) -> None:
-  """Raises `ValueError` unless the update of each element uses only it.
-
-  With `value == "elementwise"`, the user promises this for an own class.
-  """
+  """Raises `ValueError` unless the update of each element uses only it."""
   name = keras_class(optimizer)
   if name in _NOT_ELEMENTWISE:
     raise ValueError(

@@ -149,10 +149,7 @@ class WrappedOptimizer(abc.ABC):
     return self.places.get(keras_private.key(self.base_optimizer, variable))
 
   def as_built(self, variable: Variable) -> Variable:
-    """Returns the Keras variable of a `tf.Variable`.
-
-    Tapes and graphs report `tf.Variable`s.
-    """
+    """Returns the Keras variable of a `tf.Variable`."""
     return variable
 
   @property
@@ -311,10 +308,7 @@ class WrappedOptimizer(abc.ABC):
     row_step: RowStep | None = None,
     **options: Any,
   ) -> None:
-    """Applies the group's sums through the user's optimizer.
-
-    `options` are more arguments of tf_keras' `apply_gradients`.
-    """
+    """Applies the group's sums through the user's optimizer."""
     with fused.updating(self.base_optimizer, self.index, self.fused, row_step):
       self._apply(grads, variables, through_apply, **options)
 
@@ -330,10 +324,7 @@ class WrappedOptimizer(abc.ABC):
 
 
 def find(optimizer: Optimizer) -> WrappedOptimizer | None:
-  """Returns what is inside a wrapper of ours; None for other optimizers.
-
-  It is also None while the wrapper is being created.
-  """
+  """Returns what a complete wrapper of ours has inside, else None."""
   found = getattr(optimizer, "__dict__", {}).get(ATTRIBUTE)
   return found if isinstance(found, WrappedOptimizer) else None
 
