@@ -272,7 +272,7 @@ class TestOwnData:
   def test_another_number_of_rows(self) -> None:
     data = tf.data.Dataset.from_tensors(tf.zeros([2, 4])).map(per_model)
     strategy = VectorizedStrategy(3)
-    with pytest.raises(ValueError, match="of 2 models"):
+    with pytest.raises(ValueError, match=r"of 2 models, but .* has 3\."):
       strategy.experimental_distribute_dataset(data)
     with pytest.raises(ValueError, match=r"for 2 replicas, .* has 3"):
       strategy.run(lambda x: x, (per_model(tf.zeros([2, 4])),))

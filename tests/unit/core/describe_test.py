@@ -143,7 +143,7 @@ def test_parts_are_those_of_the_shards(which: str) -> None:
 
 
 def test_tables() -> None:
-  """Tables updated by rows are not divided; large ones have a remedy."""
+  """Members do not divide tables updated by rows; a note has the remedy."""
   for options, updated_by, notes in (
     ({}, "Keras", 1),
     ({"lazy_rows": True}, "rows", 0),

@@ -334,7 +334,7 @@ def test_whole_batches(strategy: VectorizedStrategy) -> None:
 def test_fit_takes_batches_of_all_dtypes(
   strategy: VectorizedStrategy,
 ) -> None:
-  """Keras would build the model from the mean of the models' batches."""
+  """The model is built from one model's batch, not from the batches' mean."""
   x = np.arange(6.0, dtype="float32").reshape(6, 1)
   words = tf.constant([["a"], ["b"]] * 3)
   data = tf.data.Dataset.from_tensors(({"x": x, "words": words}, x > 2.0))

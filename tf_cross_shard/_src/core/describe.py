@@ -174,8 +174,10 @@ def _methods(
   return dict(zip(map(id, variables), methods, strict=True))
 
 
-def _with_ids(method: Any, sums_first: bool) -> fused.UpdateMethod:
-  """Adds to the reason what becomes of ids that a batch has several times."""
+def _with_ids(
+  method: fused.UpdateMethod, sums_first: bool
+) -> fused.UpdateMethod:
+  """Adds to the reason how ids that a batch has several times are updated."""
   how = "summed first" if sums_first else "as in plain Keras, not summed first"
   reasons = filter(None, (method.reason, f"repeated ids {how}"))
   return fused.UpdateMethod(method.name, "; ".join(reasons))

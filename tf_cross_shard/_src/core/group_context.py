@@ -29,7 +29,7 @@ def current_group() -> Any:
 
 
 def group_here(groups: groups_lib.Groups) -> Any:
-  """Returns the replica's group: an int, a tensor, or None outside replicas."""
+  """Returns the number of the calling replica's group; None outside of one."""
   replica = isolation.current_replica()
   if replica is None or isinstance(replica, int):
     return None if replica is None else groups.index_of(replica)

@@ -17,8 +17,8 @@ class GroupVariable(tf.__internal__.tracking.Trackable):
       numbers     0.1   0.01   0.001      [num_groups], float64
 
   All replicas have all numbers, and take that of their group. So a number that
-  changes takes effect in the next step, without a trace. float64, because Keras
-  computes with settings such as `1 - beta_2` as Python numbers.
+  changes takes effect in the next step, without a new trace. It is float64,
+  because Keras computes with settings such as `1 - beta_2` as Python numbers.
   """
 
   def __init__(self, name: str, numbers: Iterable[float]) -> None:

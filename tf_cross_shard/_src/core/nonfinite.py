@@ -36,7 +36,7 @@ class NonfiniteGuard:
     return self.skipped_steps is not None or self._wrapped.skips_overflows
 
   def count(self, sums: Sequence[Gradient]) -> tf.Tensor | None:
-    """Counts a skipped step; returns whether to apply it, None for yes."""
+    """Counts a skipped step; returns whether to apply the step (None: yes)."""
     if self.skipped_steps is None:
       return None
     is_finite = clipping.all_finite(sums)

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 # Not every way to take a step calls these.
-_FINAL: Final = "aggregate_gradients|apply|compute_gradients|update_step"
+_FINAL: Final = (
+  *("aggregate_gradients", "apply", "compute_gradients", "update_step"),
+)
 
 
 # Makes the properties `clipnorm`, `wire_dtype` and so on: one for each field of
@@ -194,7 +196,7 @@ class CrossShardOptimizer(facade.Facade):
       TypeError: If `opt` is not an optimizer, or is an optimizer of TensorFlow
         1 that Keras has no class for.
     """
-    for method in filter(self._overrides, _FINAL.split("|")):
+    for method in filter(self._overrides, _FINAL):
       raise ValueError(
         f"{type(self).__name__} must not override {method}(), which not every"
         " way to take a step calls. Override apply_gradients(), or"

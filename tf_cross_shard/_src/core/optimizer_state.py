@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import warnings as warnings_lib
@@ -50,6 +51,17 @@ def windows(optimizer: Optimizer) -> list[Variable]:
   return [
     v for pipeline in pipelines_of(optimizer) for v in pipeline.window_state
   ]
+
+
+def rows_of_models(optimizer: Optimizer) -> list[Variable]:
+  """Returns the variables that each hold one number for every model."""
+  rows = []
+  for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+    if per_model_lib.rates_of(each) is not None:
+      rows += nested.rate_variables(each)
+    for pipeline in pipelines_of(each):
+      rows += pipeline.per_model.variables
+  return rows
 
 
 def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:

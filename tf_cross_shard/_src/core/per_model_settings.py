@@ -87,7 +87,7 @@ def is_nonzero(number: float) -> tf.Tensor | bool:
 
 
 class PerModelSettings:
-  """The variables of the settings that differ between groups, by name.
+  """Holds the optimizer's settings that differ between groups, as variables.
 
   Whatever reads the setting as an attribute of the wrapped optimizer reads the
   number of the group.

@@ -6,9 +6,7 @@ import numpy as np
 from absl import logging
 
 from tf_cross_shard._src.core import optimizer_state
-from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.models import group_state
 
@@ -198,19 +196,15 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
   def _put_stopped(self, state: group_state.GroupState) -> None:
     trains = np.flatnonzero(self._numbers["stopped_epoch"] == 0)
     values = state.take(trains, self._stopped)
-    optimizer, copies = self.model.optimizer, state.copies
-    # The numbers of a PerModel and of `per_model` are one row of all models.
-    rows = nested_lib.rate_variables(optimizer)
-    if per_model_lib.rates_of(optimizer) is None:
-      rows = []
-    pipelines = optimizer_state.pipelines_of(state.optimizer)
-    rows += [v for p in pipelines for v in p.per_model.variables]
+    copies = state.copies
+    rows = optimizer_state.rows_of_models(state.optimizer)
     for entry in state.entries:
       if any(entry.variable is row for row in rows):
         of_replica = copies.gather(values[entry.name])
         row = [of_replica[r[0]][i] for i, r in enumerate(state.groups)]
         values[entry.name] = [np.stack(row)] * len(values[entry.name])
     state.put(values)
+    pipelines = optimizer_state.pipelines_of(state.optimizer)
     for window in (p.window_state for p in pipelines if p.window_state):
       # All replicas count the calls of a window alike.
       calls = copies.read(window[0], range(copies.engine.num_replicas))

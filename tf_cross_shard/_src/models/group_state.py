@@ -127,7 +127,7 @@ class GroupState:
     self.entries = [entry for entry in self.entries if not is_seed(entry.name)]
 
   def compare_workers(self, topic: str) -> None:
-    """Raises the same error on all workers unless all make this call."""
+    """Raises an error on all workers unless all of them call this alike."""
     lines = agreement.setting_lines(group_assignment=self.groups.to_lists())
     lines += [f"{entry.name}: {entry.kind}" for entry in self.entries]
     self.copies.compare_workers(topic, lines)
@@ -334,7 +334,7 @@ def is_seed(name: str) -> bool:
 
 
 def has_mean(variable: Any) -> bool:
-  """Returns whether a mean makes sense: False for integers."""
+  """Returns whether values may be averaged, as integers may not."""
   dtype = tf.as_dtype(variable.dtype)
   return bool(dtype.is_floating or dtype.is_complex)
 

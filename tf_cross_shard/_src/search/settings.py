@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tf_cross_shard._src.core import optimizer_state, validation
-from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
@@ -75,12 +74,9 @@ class TrialSettings:
 
   def variables(self, optimizer: Any) -> list[Any]:
     """Returns the variables that are settings, not state of a trial."""
-    settings = []
-    # The rates of a PerModel are one variable of all models.
-    if self._sets_rate or per_model_lib.rates_of(optimizer) is not None:
+    settings = optimizer_state.rows_of_models(optimizer)
+    if self._sets_rate:
       settings += nested_lib.rate_variables(optimizer)
-    for pipeline in optimizer_state.pipelines_of(optimizer):
-      settings += pipeline.per_model.variables
     return [*settings, *itertools.chain(*self._weights.values())]
 
   def write(self, model: Any, running: RunningTrials) -> None:

@@ -151,7 +151,7 @@ class Trials:
     return True
 
   def fail_all(self) -> int:
-    """Tells the study that `fit` ended before the running trials did."""
+    """Marks the running trials as failed, and returns their number."""
     running = list(self._trials)
     for number in running:
       self._trials[number].set_user_attr(_AGAIN, True)

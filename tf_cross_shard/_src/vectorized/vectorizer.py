@@ -133,15 +133,14 @@ def vectorize(
   given = [*(wrap(tensor, True) for tensor in inputs), *captured]
   try:
     outputs = inline(outer, function.graph, given)
-  except NotImplementedError as error:
+  except (NotImplementedError, ValueError) as error:
+    reason: Exception = error
+    if isinstance(error, ValueError):
+      if "No pfor vectorization defined" not in str(error):
+        raise
+      reason = cannot_vectorize(str(error).split()[5])
     place = _place(getattr(error, "operation", None))
-    raise NotImplementedError(f"{error}{place}") from error
-  except ValueError as error:
-    if "No pfor vectorization defined" not in str(error):
-      raise
-    unknown = cannot_vectorize(str(error).split()[5])
-    place = _place(getattr(error, "operation", None))
-    raise NotImplementedError(f"{unknown}{place}") from error
+    raise NotImplementedError(f"{reason}{place}") from error
   finally:  # It would keep the graph.
     getattr(pfor, "_channel_flatten_input_cache", {}).clear()
   if conversion.looped:

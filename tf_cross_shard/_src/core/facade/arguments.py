@@ -16,7 +16,7 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def to_optimizer(opt: Any, argument: str, binding: binding_lib.Binding) -> Any:
-  """Returns the optimizer for a name, a configuration, or TensorFlow 1's."""
+  """Converts a name, a configuration or an optimizer of TensorFlow 1."""
   if isinstance(opt, tf.compat.v1.train.Optimizer):
     return v1.convert(opt, binding.package)
   if not isinstance(opt, (str, dict)):

@@ -88,7 +88,7 @@ class Tables:
     self._has_warned = False
 
   def warn(self, grads: Sequence[Gradient]) -> None:
-    """Warns once of `lazy_rows` in a step that changes all rows."""
+    """Warns once if `lazy_rows` is set, but the step changes all rows."""
     optimizer = self._wrapped.base_optimizer
     is_sparse = any(isinstance(grad, tf.IndexedSlices) for grad in grads)
     differs = self.is_lazy and not self.is_by_rows and not is_exact(optimizer)

@@ -355,7 +355,7 @@ def adapter_of(optimizer: Optimizer) -> WrappedOptimizer:
 def slots_at(
   optimizer: Optimizer, index: int, count: int, keys: Sequence[Any]
 ) -> Iterator[tuple[str, Any]]:
-  """Yields the name and the slot, for each slot of a trained variable.
+  """Yields each slot of one trained variable, with its attribute's name.
 
   Each attribute with slots is a list in the order of the `count` trained
   variables, or a dictionary whose keys identify them, also of such lists.
