@@ -9,7 +9,7 @@ import copy
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -21,9 +21,6 @@ from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.update import sharded
 from tf_cross_shard._src.core.wrapped import fused, kernels
-
-# Users of smaller tables need no note: updating all rows costs them little.
-_LARGE: Final = 1_000_000
 
 
 class Row(NamedTuple):
@@ -61,11 +58,9 @@ class Description:
       title = "variable", "shape", "dtype", "updated by", "members", "why"
       lines += ["", *_align([title, *map(_cells, content["variables"])])]
     reasons = [f"{x['asked']}: {x['reason']}" for x in content["not_in_force"]]
-    titles = {"Settings that have no effect:": reasons}
-    for title, texts in (titles | {"Notes:": content["notes"]}).items():
-      lines += ["", title] if texts else []
-      for text in texts:
-        lines += textwrap.wrap(f"  - {text}", 80, subsequent_indent="    ")
+    lines += ["", "Settings that have no effect:"] if reasons else []
+    for reason in reasons:
+      lines += textwrap.wrap(f"  - {reason}", 80, subsequent_indent="    ")
     return "\n".join(lines)
 
   __repr__ = __str__
@@ -105,7 +100,6 @@ def describe(
         {"asked": f"{name}={settings.read(name)!r}", "reason": reason}
         for name, reason in _not_in_force(pipeline, rows)
       ],
-      "notes": list(_notes(pipeline, weights, rows)),
     }
   )
 
@@ -244,48 +238,6 @@ def _not_in_force(
     yield "per_model", "there is one group, which has these numbers"
 
 
-def _notes(
-  pipeline: pipeline_lib.GradientPipeline,
-  weights: Sequence[Variable],
-  rows: Sequence[Row],
-) -> Iterator[str]:
-  """Yields what is not known yet, and what costs more than it has to."""
-  wrapped, engine = pipeline.wrapped, pipeline.engine
-  if not wrapped.is_built:
-    yield (
-      "The variables are not known yet. Call"
-      " build(model.trainable_variables), and describe() again."
-    )
-  elif not weights:
-    yield (
-      "The variables are not known, because `opt` was built before it was"
-      " wrapped. Wrap a new optimizer."
-    )
-  if wrapped.accumulates and engine.groups.group_size > 1:
-    yield (
-      f"With gradient_accumulation_steps={wrapped.accumulates} of `opt`,"
-      " gradients are reduced in every call, and a schedule counts calls. With"
-      f" accumulate_steps={wrapped.accumulates} of the CrossShardOptimizer"
-      " instead, they are reduced once per step, and a schedule counts steps."
-    )
-  for weight, row in zip(weights, rows, strict=True):
-    is_large = math.prod(row.shape) >= _LARGE
-    is_table = (
-      pipeline.tables.is_embedding(weight) and not engine.is_single_program
-    )
-    if (
-      is_large
-      and is_table
-      and row.updated_by != "rows"
-      and pipeline.calls_per_step == 1
-    ):
-      yield (
-        f"Every step updates all rows of {row.path}. To update only the rows of"
-        " the batch, pass lazy_rows=True without jit_compile, and use"
-        " tf_cross_shard.layers.Embedding in the model."
-      )
-
-
 def _clipping(pipeline: pipeline_lib.GradientPipeline) -> Iterator[str]:
   """Yields the limits in force: of each optimizer, the first that is set."""
   by_model = pipeline.settings.per_model or {}
@@ -323,6 +275,9 @@ def _summary(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
   yield "accumulation", f"{calls} calls make a step" if calls > 1 else "none"
   yield "NaN or infinity", content["nonfinite"]
   yield "sharding", content["sharding"] or "none"
+  if not content["variables"]:
+    built_early = "unknown: `opt` was built before it was wrapped"
+    yield "variables", built_early if content["is_built"] else "not built yet"
 
 
 def _cells(row: dict[str, Any]) -> Sequence[str]:
