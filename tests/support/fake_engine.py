@@ -24,9 +24,8 @@ from tf_cross_shard import groups as groups_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.keras3 import adapter
 from tf_cross_shard._src.core.reduce import engine as engine_lib
-from tf_cross_shard._src.core.tf_keras import adapter as tf_keras_adapter
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 PAIRS = groups_lib.Groups([[0, 2], [1, 3]])
 # The time limit for members that wait for a failed member, in seconds.
@@ -167,10 +166,7 @@ class Replica:
     **settings: Any,
   ) -> None:
     self.engine, self.opt, self.variables = engine, opt, list(variables)
-    home: Any = adapter
-    if type(opt).__module__.startswith("tf_keras."):
-      home = tf_keras_adapter
-    self.inner = home.adapter(opt)
+    self.inner = wrapped_lib.WrappedOptimizer(opt)
     checked = settings_lib.Settings(reduction, **settings)
     self.inner.fuse(checked.fused_update)
     self.step = pipeline_lib.GradientPipeline(checked, self.inner, engine)

@@ -8,7 +8,6 @@ group 1   θ ── H steps ──▶ θ_1 ─┘
 """
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -335,7 +334,7 @@ def _make_outer_optimizer(
 ) -> CrossShardOptimizer:
   """Wraps a copy of the outer optimizer; the copy averages over the groups."""
   pipeline = optimizer_state.pipeline_of(optimizer)
-  keras = sys.modules[pipeline.wrapped.package].optimizers
+  keras = pipeline.wrapped.keras.optimizers
   if outer is None:  # The outer optimizer of the paper.
     outer = keras.SGD(0.7, momentum=0.9, nesterov=True)
   with pipeline.engine.making_variables():
@@ -433,7 +432,7 @@ class _State:
     self._outer_step = _make_step(optimizer, self.anchors, self.weights)
     if has_warmup:
       # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
-      keras = sys.modules[pipeline.wrapped.package]
+      keras = pipeline.wrapped.keras
       sgd = keras.optimizers.SGD(1.0)
       average = _make_outer_optimizer(trained_by, sgd, optimizer.wire_dtype)
       self._averaging_step = _make_step(average, self.anchors, self.weights)

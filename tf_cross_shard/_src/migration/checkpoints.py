@@ -234,7 +234,7 @@ def _state(
   """Yields slots, other variables, and the number of steps as the last one."""
   base_optimizer = wrapped_lib.base_optimizer(optimizer)
   # With `shard_update`, slots are in parts; this state has whole slots.
-  state = nested_lib.sharded_state(optimizer) or wrapped_lib.adapter_of(
+  state = nested_lib.sharded_state(optimizer) or wrapped_lib.WrappedOptimizer(
     base_optimizer
   )
   v1_names = _v1_names(base_optimizer)

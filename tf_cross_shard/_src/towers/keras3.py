@@ -5,15 +5,13 @@ from typing import Any
 import keras
 
 from tf_cross_shard._src.catalogue import documented
-from tf_cross_shard._src.core.keras3 import binding
+from tf_cross_shard._src.core.keras3 import facade
 from tf_cross_shard._src.towers import tower_optimizer
 
 
 @documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class TowerOptimizer(
-  tower_optimizer.TowerOptimizer, keras.optimizers.Optimizer
-):
+class TowerOptimizer(tower_optimizer.TowerOptimizer, facade.Keras3Facade):
   """Sums gradients over the towers of a model function and applies them once.
 
   This class wraps a `keras.optimizers.Optimizer`.
@@ -27,8 +25,6 @@ class TowerOptimizer(
   >>> float(weight.numpy())
   2.0
   """
-
-  _keras_binding = binding.BINDING
 
   def scale_loss(self, loss: Any) -> Any:
     """Scales a loss as `compute_gradients` does, before you differentiate it.

@@ -196,7 +196,7 @@ def test_a_subclass_changes_gradients_once(which: str, way: str) -> None:
   class Doubling(ours.CrossShardOptimizer):  # type: ignore[name-defined]
     def __init__(self, opt: Any) -> None:
       super().__init__(opt)
-      self._keras_binding = "an attribute of the user's"
+      self._package = "an attribute of the user's"
 
     def apply_gradients(self, pairs: Any, *args: Any, **options: Any) -> Any:
       doubled = [(2 * g, v) for g, v in pairs]

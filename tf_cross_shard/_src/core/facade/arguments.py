@@ -9,19 +9,19 @@ from typing import Any, TypeVar, cast
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.facade import binding as binding_lib
 from tf_cross_shard._src.core.wrapped import keras_private, v1
+from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
-def to_optimizer(opt: Any, argument: str, binding: binding_lib.Binding) -> Any:
+def to_optimizer(opt: Any, argument: str, package: str) -> Any:
   """Converts a name, a configuration or an optimizer of TensorFlow 1."""
   if isinstance(opt, tf.compat.v1.train.Optimizer):
-    return v1.convert(opt, binding.package)
+    return v1.convert(opt, package)
   if not isinstance(opt, (str, dict)):
     return opt
-  optimizers = binding.keras.optimizers
+  optimizers = sys.modules[package].optimizers
   try:
     found = optimizers.get(opt)
   except (KeyError, TypeError, ValueError) as error:
@@ -42,6 +42,15 @@ def check_class(opt: Any, argument: str, package: str) -> None:
       f"`{argument}` must be an optimizer of {package}.optimizers"
       f" or its name; got {_kind(opt)}. {_remedy(opt, package)}"
     )
+  kind = type(wrapped_lib.base_optimizer(opt))
+  for method in ("compute_gradients", "minimize"):
+    found = getattr(kind, method, None)  # None in Keras 3
+    if found is not None and not found.__module__.startswith("tf_keras.src."):
+      raise ValueError(
+        f"`{argument}` must not override {method}(), as {kind.__name__} does:"
+        " gradients are computed before they are summed over the replicas."
+        " Override apply_gradients()."
+      )
 
 
 def suggesting(init: _Function) -> _Function:

@@ -10,6 +10,7 @@ and copies, Keras 3 writes such a file and reads it again
 
 import copy
 import reprlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -17,7 +18,6 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import loss_factor, single_program, validation
 from tf_cross_shard._src.core.facade import arguments
-from tf_cross_shard._src.core.facade import binding as binding_lib
 from tf_cross_shard._src.core.gradients import differentiate
 from tf_cross_shard._src.core.wrapped import keras_classes
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
@@ -61,7 +61,9 @@ class Facade:
   GATE_OP = differentiate.GATE_OP
   GATE_GRAPH = differentiate.GATE_GRAPH
 
-  _keras_binding: binding_lib.Binding
+  _package: str  # "keras" or "tf_keras"
+  # Does what Keras' constructor does, with `opt`, a name and clipping limits.
+  _start: Callable[[Any, str, dict[str, Any]], None]
   _wrapped: wrapped_lib.WrappedOptimizer
   _argument = "opt"  # The constructor's name for the wrapped optimizer.
   name: Any
@@ -80,25 +82,21 @@ class Facade:
 
   def __init__(self, opt: Any, name: str, **limits: float | None) -> None:
     """Becomes an optimizer of Keras; then begins to forward attributes."""
-    wrapped = self._binding_of_class().start(self, opt, name, limits)
+    self._start(opt, name, limits)
+    wrapped = wrapped_lib.WrappedOptimizer(opt)
     if wrapped.is_built:
       validation.check_not_overwritten(wrapped.trainable_variables)
     vars(self)[wrapped_lib.ATTRIBUTE] = wrapped
 
   @classmethod
-  def _binding_of_class(cls) -> binding_lib.Binding:
-    # The user's object may have an attribute of the same name.
-    return cls._keras_binding
-
-  @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
     """Returns `opt` as an optimizer of this Keras, or raises an error."""
-    opt = arguments.to_optimizer(opt, cls._argument, cls._keras_binding)
+    opt = arguments.to_optimizer(opt, cls._argument, cls._package)
     for nested in nested_lib.nested_optimizers(opt):
       if isinstance(nested, Facade):
         cls._check_facade_within(nested, opt)
       keras_classes.check_is_one(nested, cls._argument)
-    arguments.check_class(opt, cls._argument, cls._keras_binding.package)
+    arguments.check_class(opt, cls._argument, cls._package)
     return opt
 
   @classmethod
@@ -412,7 +410,8 @@ class Facade:
 
   def get_config(self) -> dict[str, Any]:
     """Returns the constructor's arguments in serializable form."""
-    opt = self._binding_of_class().serialize(self._wrapped.optimizer)
+    wrapped = self._wrapped
+    opt = wrapped.keras.saving.serialize_keras_object(wrapped.optimizer)
     return {self._argument: opt, **self._config()}
 
   def _config(self) -> dict[str, Any]:
@@ -433,8 +432,15 @@ class Facade:
     """
     # A copy, because Keras changes the dictionary.
     opt = copy.deepcopy(config[cls._argument])
-    opt = cls._keras_binding.deserialize(opt, custom_objects)
+    opt = cls._deserialize(opt, custom_objects)
     return cls(**{**config, cls._argument: opt})
+
+  @classmethod
+  def _deserialize(cls, config: Any, custom_objects: Any) -> Any:
+    """Returns the optimizer that a dictionary describes, not built."""
+    # Do not use optimizers.deserialize, which does not know Lamb in Keras 3.
+    saving = sys.modules[cls._package].saving
+    return saving.deserialize_keras_object(config, custom_objects)
 
   def _before_saving(self) -> None:
     """Runs before TensorFlow or Keras save the state."""

@@ -45,7 +45,6 @@ def compute(
   scale: Callable[[tf.Tensor], tf.Tensor],
   options: GraphOptions,
   requires_scalar: bool,
-  custom_compute_gradients: Callable[..., Pairs] | None = None,
 ) -> Pairs:
   """Returns pairs of the gradients of `scale(loss)` and their variables."""
   if callable(loss):
@@ -64,16 +63,7 @@ def compute(
   seed = tf.cast(scale(seed), seed.dtype)
   if tape is not None:
     variables = tape.watched_variables() if var_list is None else var_list
-    if custom_compute_gradients is not None:
-      with tape:  # The method has no argument for a seed: scale the loss.
-        loss = tf.cast(scale(loss), loss.dtype)
-      return custom_compute_gradients(loss, variables, tape)
     grads = tape.gradient(loss, list(variables), output_gradients=seed)
-  elif custom_compute_gradients is not None:
-    raise TypeError(
-      "`loss` must be a function, or come with its `tape`, for an optimizer"
-      " whose class overrides compute_gradients; got a tensor of a graph."
-    )
   elif tf.executing_eagerly():
     raise TypeError(
       "`loss` is an eager tensor, which does not know how it was computed:"
@@ -114,9 +104,6 @@ def differentiate(
     scale=lambda seed: wrapped.scale_loss(scale(seed)),
     options=options,
     requires_scalar=requires_scalar,
-    custom_compute_gradients=wrapped.compute_gradients
-    if wrapped.computes_gradients
-    else None,
   )
   if variables is None:
     # Only the Keras 3 variable knows that its layer is frozen, but a tape

@@ -25,14 +25,12 @@ from tf_cross_shard._src.core import (
   optimizer,
 )
 from tf_cross_shard._src.core import per_model as per_model_lib
-from tf_cross_shard._src.core.keras3 import binding
+from tf_cross_shard._src.core.keras3 import facade
 
 
 @documented
 @keras.saving.register_keras_serializable(package="tf_cross_shard")
-class CrossShardOptimizer(
-  optimizer.CrossShardOptimizer, keras.optimizers.Optimizer
-):
+class CrossShardOptimizer(optimizer.CrossShardOptimizer, facade.Keras3Facade):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 
   `opt` is a `keras.optimizers.Optimizer`.
@@ -52,8 +50,6 @@ class CrossShardOptimizer(
   built one, Keras loads no variables, and warns. Exclusions from weight decay
   are not in the copy. A copy of a compiled and built model keeps the slots.
   """
-
-  _keras_binding = binding.BINDING
 
   @tf.autograph.experimental.do_not_convert
   def scale_loss(self, loss: Any) -> Any:

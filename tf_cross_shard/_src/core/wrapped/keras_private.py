@@ -6,16 +6,19 @@ value if one of them lacks an attribute.
 
 # ruff: noqa: SLF001  # This file is about private names of Keras.
 
+import contextlib
 import importlib
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.wrapped import overriding
 
 KERASES: Final = ("keras", "tf_keras")
 
@@ -94,7 +97,27 @@ def rates_and_schedules(optimizer: Optimizer) -> list[Any]:
 
 
 def trained(optimizer: Optimizer) -> list[Variable]:
-  return list(getattr(optimizer, "_trainable_variables", ()))
+  """Returns Keras 3's own list of variables; tf_keras keeps none."""
+  return getattr(optimizer, "_trainable_variables", [])
+
+
+def indices(optimizer: Optimizer) -> dict[Any, int]:
+  """Returns the index of each trained variable, by its key."""
+  of_tf_keras = getattr(optimizer, "_index_dict", {})
+  return getattr(optimizer, "_trainable_variables_indices", of_tf_keras)
+
+
+def kind_of_slot(attribute: str, slot: Variable, paths: Sequence[str]) -> str:
+  """Returns a slot's name, without that of its variable in Keras 3."""
+  if not paths:  # "m/dense/kernel:0" of tf_keras' Adam
+    return str(slot.name).split("/")[0]
+  # "dense_kernel_velocity". Adafactor names its row and column statistics after
+  # the variable only.
+  for path in paths:
+    prefix = path.replace("/", "_").replace(":", "_") + "_"
+    if slot.name.startswith(prefix):
+      return str(slot.name).removeprefix(prefix)
+  return attribute.strip("_")
 
 
 def children(optimizer: Optimizer) -> dict[str, Any]:
@@ -136,6 +159,14 @@ def callback_of_fit(name: str) -> Any:
 
 # The attribute of a Keras optimizer that lists moving averages of the weights.
 _AVERAGES: Final = "_model_variables_moving_average"
+
+
+def copies_of_weights(optimizer: Optimizer) -> str:
+  """Returns the attribute whose slots start as copies of the weights, or ""."""
+  kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+  if "ScheduleFreeAdamW" in kinds:
+    return "_momentums"
+  return _AVERAGES if hasattr(optimizer, _MERGE_ROWS) else ""  # tf_keras
 
 
 def averages(optimizer: Optimizer) -> list[Variable]:
@@ -235,3 +266,46 @@ def strategy(optimizer: Optimizer) -> tf.distribute.Strategy:
   made_in = getattr(optimizer, "_distribution_strategy", None)
   # tf_keras' LossScaleOptimizer does not keep it.
   return made_in or tf.distribute.get_strategy()
+
+
+@contextlib.contextmanager
+def counting_once(optimizer: Optimizer) -> Iterator[None]:
+  """Lets tf_keras' Nadam multiply its product of momentums once per step."""
+  counter = "_u_product_counter"
+  # Without isolation, replicas are threads that share one update of all copies,
+  # so only the first thread replaces the counter.
+  if isinstance(getattr(optimizer, counter, None), int):
+    with overriding.overriding(optimizer, **{counter: _OncePerStep()}):
+      yield
+  else:
+    yield
+
+
+class _OncePerStep:
+  """Replaces Nadam's `_u_product_counter` during one step.
+
+  Nadam multiplies its product of momentums when it updates the first variable
+  of a step. It finds the first variable by an attribute that counts updates in
+  Python: wrong in a function, which is traced once, on several replicas, which
+  all count, and in a resumed program, which starts at 1. Nadam compares
+  this object once for each variable. `__eq__` returns False for the first
+  variable of a step and True for the rest, on each replica.
+  """
+
+  __hash__ = None  # type: ignore[assignment]
+
+  def __init__(self) -> None:
+    self._replicas: set[Any] = set()
+
+  def __eq__(self, other: object) -> Any:
+    """Returns, as a tensor, whether this step has multiplied the product."""
+    # The replica whose copies Keras is updating; None in isolation. With one
+    # replica it is the variable.
+    replica = distribute_lib.get_update_replica_id()
+    replica = replica if isinstance(replica, int) else None
+    is_multiplied = replica in self._replicas
+    self._replicas.add(replica)
+    return tf.constant(is_multiplied)
+
+  def __add__(self, other: int) -> "_OncePerStep":
+    return self

@@ -1,13 +1,12 @@
 """The wrapped optimizer: the user's `opt`, inside CrossShardOptimizer.
 
-`WrappedOptimizer` has one set of members for the optimizers of Keras 3 and
-tf_keras. It builds the optimizer, lets it apply gradients, and answers
-questions about it. `keras3.adapter` and `tf_keras.adapter` implement it.
+`WrappedOptimizer` builds the optimizer, lets it apply gradients, and answers
+questions about it. Keras 3 sums gradients over all replicas inside `apply`, and
+tf_keras in `apply_gradients`; both find the replicas through the replica
+context. So both are called inside `Engine.isolate()`.
 """
 
-import abc
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import clipping
+from tf_cross_shard._src.core.gradients import clipping, row_sparse
 from tf_cross_shard._src.core.gradients.clipping import Gradient
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import (
@@ -23,8 +22,7 @@ from tf_cross_shard._src.core.wrapped import (
   keras_private,
   overriding,
 )
-
-_KERAS: Final = ("keras.src.", "tf_keras.src.")
+from tf_cross_shard._src.core.wrapped import names as names_lib
 
 # Replaces `update_step` for row-sparse gradients: it receives `update_step`
 # and then the arguments of `update_step`.
@@ -35,7 +33,7 @@ RowStep = Callable[..., None]
 ATTRIBUTE: Final = "_wrapped"
 
 
-class WrappedOptimizer(abc.ABC):
+class WrappedOptimizer:
   """The user's optimizer, with the same members for Keras 3 and tf_keras.
 
   `base_optimizer` keeps the slots, inside any loss scaling. `sharded_state`
@@ -43,19 +41,18 @@ class WrappedOptimizer(abc.ABC):
   adds up rows of the same index first, and clips rows as they are.
   """
 
-  package: str  # "keras" or "tf_keras"
-  sums_rows: bool
-
-  # The name of the dictionary that maps a variable's key to its index.
-  _index_attribute: str
-
   def __init__(self, optimizer: Optimizer) -> None:
     self.optimizer = optimizer
     self.base_optimizer = base_optimizer(optimizer)
+    self.keras = keras_private.keras_of(optimizer)
+    self.package: str = self.keras.__name__
+    self._is_keras3 = self.package == "keras"
+    self.sums_rows = not self._is_keras3
     self.fused: bool | None = False
     self.moves_loss_scale = False
     self.sharded_state: Any = None
     self.checkpoint_view: Any = None
+    self._built_on: list[Variable] = []  # tf_keras keeps no variables.
     # A TowerOptimizer may wrap an optimizer whose state is sharded.
     self._within = find(optimizer)
 
@@ -72,26 +69,32 @@ class WrappedOptimizer(abc.ABC):
     return keras_private.strategy(self.base_optimizer)
 
   @property
-  @abc.abstractmethod
   def is_built(self) -> bool:
     """Whether the slots exist."""
+    # Keras 3 builds a LossScaleOptimizer after the optimizer inside it.
+    opt = self.optimizer if self._is_keras3 else self.base_optimizer
+    return keras_private.is_built(opt)
 
   def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots for `variables`, unless they exist."""
     if self.is_built:
       return
-    if not keras_private.has_waiting(
-      self.base_optimizer, self._weight_copy_attribute
-    ):
-      has_slots = keras_private.is_built(self.base_optimizer)
-      self.optimizer.build(list(variables))
-      if not has_slots:
-        self._start_at_weights(variables)
-      return
-    # Deferred checkpoint values are assigned when slots are created.
-    # ScheduleFreeAdamW would then overwrite them with the weights.
-    with overriding.overriding(self.base_optimizer, assign=lambda *_: None):
-      self.optimizer.build(list(variables))
+    self._built_on = list(variables)
+    base = self.base_optimizer
+    has_slots = keras_private.is_built(base)
+    kept: dict[str, Any] = {}
+    if keras_private.has_waiting(base, keras_private.copies_of_weights(base)):
+      # Deferred checkpoint values are assigned when slots are created.
+      # ScheduleFreeAdamW would then overwrite them with the weights.
+      kept["assign"] = lambda *_: None
+    # Slots of tf_keras must outlive a function that is being traced.
+    outside = contextlib.nullcontext if self._is_keras3 else tf.init_scope
+    with outside(), overriding.overriding(base, **kept):
+      self.optimizer.build(self._built_on)
+    if not (kept or has_slots):
+      self._start_at_weights(variables)
+    if self._is_keras3 and self.optimizer is not base:
+      keras_private.show_averages(self.optimizer, self.averages)
 
   def _start_at_weights(self, variables: Sequence[Variable]) -> None:
     """Sets slots that start as copies of the weights to each replica's weights.
@@ -100,7 +103,8 @@ class WrappedOptimizer(abc.ABC):
     """
     if single_program.num_copies(self.strategy) == 1:
       return  # Keras may create the weights in the function being traced.
-    slots = getattr(self.base_optimizer, self._weight_copy_attribute, ())
+    attribute = keras_private.copies_of_weights(self.base_optimizer)
+    slots = getattr(self.base_optimizer, attribute, ())
     copies = self.strategy.experimental_local_results
     with tf.init_scope():
       for slot, variable in zip(slots, variables, strict=False):
@@ -110,11 +114,6 @@ class WrappedOptimizer(abc.ABC):
           continue
         for copy, weight in zip(copies(into), copies(weights), strict=True):
           copy.assign(weight)
-
-  @property
-  @abc.abstractmethod
-  def _weight_copy_attribute(self) -> str:
-    """The attribute whose slots start as copies of the weights, or ""."""
 
   def fuse(self, wanted: bool | None) -> None:
     """Chooses kernels for the update steps: the setting `fused_update`."""
@@ -127,30 +126,23 @@ class WrappedOptimizer(abc.ABC):
       )
     self.fused = wanted
 
-  def _overrides(self, *names: str) -> bool:
-    """Returns whether the user's class overrides one of these Keras methods."""
-    kind = type(self.base_optimizer)
-    return any(
-      not getattr(kind, name).__module__.startswith(_KERAS) for name in names
-    )
-
   @property
-  @abc.abstractmethod
   def trainable_variables(self) -> Sequence[Variable]:
     """The variables that the optimizer was built on, in order."""
-
-  @property
-  def places(self) -> dict[Any, int]:
-    """The index of each trained variable, by Keras' key of the variable."""
-    return getattr(self.base_optimizer, self._index_attribute)
+    # Do not copy: `as_built` reads this property for each variable and replica.
+    return keras_private.trained(self.base_optimizer) or self._built_on
 
   def index(self, variable: Variable) -> Any:
     """Returns the variable's index among the trained variables, or None."""
-    return self.places.get(keras_private.key(self.base_optimizer, variable))
+    key = keras_private.key(self.base_optimizer, variable)
+    return keras_private.indices(self.base_optimizer).get(key)
 
   def as_built(self, variable: Variable) -> Variable:
     """Returns the Keras variable of a `tf.Variable`."""
-    return variable
+    if not self._is_keras3 or isinstance(variable, self.keras.Variable):
+      return variable
+    index = self.whole.index(variable) if self.is_built else None
+    return variable if index is None else self.whole.trainable_variables[index]
 
   @property
   def checkpointed(self) -> Any:
@@ -171,13 +163,33 @@ class WrappedOptimizer(abc.ABC):
   def knows(self, variable: Variable) -> bool:
     return self.whole.index(variable) is not None
 
-  @abc.abstractmethod
   def slots(self, variable: Variable) -> dict[str, Variable]:
     """Returns the slots of a variable by name; empty for an unknown one."""
+    index = self.index(variable) if self.is_built else None
+    if index is None:
+      return {}
+    key = keras_private.key(self.base_optimizer, variable)
+    return self._slots_at(index, key, variable.name)
 
-  @abc.abstractmethod
   def slot_names(self) -> list[str]:
     """Returns the name of every slot, once, in order of creation."""
+    if not self.is_built:
+      return []
+    indices = keras_private.indices(self.base_optimizer)
+    slots = (self._slots_at(index, key) for key, index in indices.items())
+    return list(dict.fromkeys(name for by_name in slots for name in by_name))
+
+  def _slots_at(self, index: int, *keys: Any) -> dict[str, Variable]:
+    """Returns the slots, by name, of the variable that has these keys."""
+    opt = self.base_optimizer
+    paths: list[str] = []
+    for known in keras_private.trained(opt)[index : index + 1]:
+      paths = list(filter(None, [getattr(known, "path", None), known.name]))
+    count = len(keras_private.indices(opt))
+    found = list(slots_at(opt, index, count, (*keys, *paths)))
+    kinds = [keras_private.kind_of_slot(*each, paths) for each in found]
+    slots = [slot for _, slot in found]
+    return dict(zip(names_lib.unique(kinds), slots, strict=True))
 
   def view(self, variable: Variable, name: str) -> Any:
     return self.slots(variable).get(name)
@@ -192,25 +204,41 @@ class WrappedOptimizer(abc.ABC):
     self.optimizer.load_own_variables(store)
 
   @property
-  @abc.abstractmethod
   def skips_overflows(self) -> bool:
     """Whether a dynamic loss scale skips steps that overflow, and changes."""
+    steps = getattr(self.optimizer, "dynamic_growth_steps", None)
+    return steps is not None  # It is None for a fixed scale of tf_keras.
+
+  # In tf_keras, the user multiplies the loss by the loss scale and divides the
+  # gradients by it. In Keras 3, the optimizer divides them.
 
   @property
   def divides_gradients(self) -> bool:
-    return False
+    return self._is_keras3 and self.skips_overflows
 
-  @abc.abstractmethod
+  @property
+  def _tf_keras_scaler(self) -> Any:
+    """The LossScaleOptimizer, dynamic or not; or None."""
+    has_scale = hasattr(self.optimizer, "get_scaled_loss")
+    return self.optimizer if has_scale else None
+
   def scale_loss(self, loss: Any) -> Any:
     """Multiplies a loss, or the seed of its gradient, by the loss scale."""
+    if self._is_keras3:
+      return self.optimizer.scale_loss(loss)
+    if self._tf_keras_scaler is None:
+      return loss
+    return self._tf_keras_scaler.get_scaled_loss(tf.convert_to_tensor(loss))
 
   def unscale(self, grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the gradients of a scaled loss, divided by the loss scale."""
-    return list(grads)
+    if self._tf_keras_scaler is None:
+      return list(grads)
+    return list(self._tf_keras_scaler.get_unscaled_gradients(list(grads)))
 
   def scale_limit(self, limit: float) -> Any:
     """Returns a clipping limit, multiplied by the scale of the gradients."""
-    return limit
+    return self.scale_loss(limit) if self._is_keras3 else limit
 
   def wire_scale(self) -> Any:
     """Returns the factor of gradients while they are sent in float16, or None.
@@ -218,7 +246,8 @@ class WrappedOptimizer(abc.ABC):
     Without this factor, float16 would round gradients that are divided by the
     loss scale to zero.
     """
-    return None
+    scaler = self._tf_keras_scaler
+    return None if scaler is None else scaler.loss_scale
 
   def iterations(self) -> tf.Tensor:
     """Returns how many times gradients were applied, an int64 scalar."""
@@ -232,30 +261,30 @@ class WrappedOptimizer(abc.ABC):
   @property
   def finalizes(self) -> bool:
     """Whether the optimizer changes variables when `fit` ends."""
-    return bool(self.averages) or self._overrides("finalize_variable_values")
+    method = type(self.base_optimizer).finalize_variable_values
+    is_kerass = method.__module__.startswith(f"{self.package}.src.")
+    return bool(self.averages) or not is_kerass
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     self.optimizer.finalize_variable_values(variables)
 
-  @abc.abstractmethod
   def make_variable(self, value: Any, name: str) -> Variable:
     """Creates a trainable variable of this Keras."""
+    if not self._is_keras3:
+      return tf.Variable(value, name=name)
+    return self.keras.Variable(value, dtype=value.dtype.name, name=name)
 
   def make_tiny(self, weight: Variable) -> Variable:
     """Creates a one-element variable with a weight's names, rank and dtype."""
     shape = [1] * len(weight.shape)
     value = tf.zeros(shape, variables_lib.native(weight).dtype)
-    return self.make_variable(value, str(weight.name).split(":")[0])
-
-  @property
-  def computes_gradients(self) -> bool:
-    """Whether the user's class overrides how gradients are computed."""
-    return False
-
-  # Calls the override, with a loss that the tape recorded.
-  compute_gradients: Callable[
-    [Any, Sequence[Any], tf.GradientTape], list[tuple[Gradient, Any]]
-  ]
+    name = str(weight.name).split(":")[0]
+    # Keras 3 names slots of a `tf.Variable` differently.
+    if not hasattr(weight, "path"):
+      return tf.Variable(value, name=name)
+    tiny = self.make_variable(value, name)
+    tiny._path = weight.path  # noqa: SLF001
+    return tiny
 
   @property
   def accumulates(self) -> int | None:
@@ -308,19 +337,29 @@ class WrappedOptimizer(abc.ABC):
     row_step: RowStep | None = None,
     **options: Any,
   ) -> None:
-    """Applies the group's sums through the user's optimizer."""
-    with fused.updating(self.base_optimizer, self.index, self.fused, row_step):
-      self._apply(grads, variables, through_apply, **options)
+    """Applies the group's sums by the optimizer's method that was called.
 
-  @abc.abstractmethod
-  def _apply(
-    self,
-    grads: Sequence[Gradient],
-    variables: Sequence[Variable],
-    through_apply: bool,
-    **options: Any,
-  ) -> None:
-    """Calls the optimizer's method that the caller used."""
+    tf_keras also aggregates the sums. In isolation this changes nothing, and
+    runs methods that the user's class overrides: no switch turns it off.
+    """
+    variables = [self.as_built(v) for v in variables]
+    if self.sums_rows:
+      grads = list(map(row_sparse.cast, grads, variables))
+    elif self.skips_overflows:
+      # Of rows that share an index, Keras 3 looks for NaN in the last one only.
+      grads = list(map(clipping.spread_nonfinite, grads))
+    opt = self.base_optimizer
+    with (
+      fused.updating(opt, self.index, self.fused, row_step),
+      keras_private.counting_once(opt),
+    ):
+      if through_apply and self._is_keras3:  # tf_keras has no `apply`.
+        self.optimizer.apply(list(grads), variables)
+        return
+      pairs = list(zip(grads, variables, strict=True))
+      # In Keras 3 the method has no other arguments.
+      kwargs = {} if self._is_keras3 else options
+      self.optimizer.apply_gradients(pairs, **kwargs)
 
 
 def find(optimizer: Optimizer) -> WrappedOptimizer | None:
@@ -338,18 +377,6 @@ def base_optimizer(optimizer: Optimizer) -> Any:
   while hasattr(optimizer, "inner_optimizer"):
     optimizer = optimizer.inner_optimizer
   return optimizer
-
-
-def adapter_of(optimizer: Optimizer) -> WrappedOptimizer:
-  """Returns the `WrappedOptimizer` of any Keras optimizer."""
-  modules = (kind.__module__ for kind in type(optimizer).__mro__)
-  is_tf_keras = any(module.startswith("tf_keras.") for module in modules)
-  # Import by name: a Keras 3 optimizer does not need tf_keras, nor the reverse.
-  core = __name__.partition(".wrapped")[0]
-  home = importlib.import_module(
-    f"{core}.{'tf_keras' if is_tf_keras else 'keras3'}.adapter"
-  )
-  return home.adapter(optimizer)
 
 
 def slots_at(

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.wrapped import keras_private, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
-from tf_cross_shard._src.core.wrapped import overriding
 
 
 class Rows:
@@ -95,7 +95,8 @@ def gathered(
 ) -> Iterator[Rows]:
   """Replaces slots with their rows; yields the variable's, and stores all."""
   optimizer = wrapped.base_optimizer
-  index, count = wrapped.index(variable), len(wrapped.places)
+  index = wrapped.index(variable)
+  count = len(keras_private.indices(optimizer))
   attributes = vars(optimizer)
   rows, replaced = [Rows(variable, indices)], {}
   for attribute, slot in wrapped_lib.slots_at(optimizer, index, count, ()):

@@ -1,13 +1,11 @@
-"""Makes our wrapper an optimizer of Keras 3; see `facade.binding`."""
+"""The facade as an optimizer of Keras 3."""
 
 from typing import Any, Final
 
 import keras
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.facade import binding
-from tf_cross_shard._src.core.keras3 import adapter
-from tf_cross_shard._src.core.keras_types import Optimizer
+from tf_cross_shard._src.core.facade import facade
 
 # Attributes from Keras' constructor that the facade keeps.
 _KEPT: Final = frozenset(
@@ -15,26 +13,20 @@ _KEPT: Final = frozenset(
 )
 
 
-class Keras3Binding(binding.Binding):
-  """Binds facades to Keras 3."""
+class Keras3Facade(facade.Facade, keras.optimizers.Optimizer):
+  """A Keras 3 optimizer that forwards everything except its step."""
 
-  package = "keras"
+  _package = "keras"
 
-  def start(
-    self, facade: Any, opt: Optimizer, name: str, limits: dict[str, Any]
-  ) -> adapter.Keras3Adapter:
+  def _start(self, opt: Any, name: str, limits: dict[str, Any]) -> None:
     # Keras' constructor creates an iteration count, a learning rate and
     # settings. They are deleted below, so that `__getattr__` finds those of
     # `opt`. Create the two variables outside all strategies: otherwise, a
     # model function in towers would list them among its own variables.
     with variables_lib.outside_of_strategies():
       keras.optimizers.Optimizer.__init__(
-        facade, learning_rate=0.0, name=name, **limits
+        self, learning_rate=0.0, name=name, **limits
       )
-    for attribute in set(vars(facade)) - _KEPT:
+    for attribute in set(vars(self)) - _KEPT:
       if hasattr(opt, attribute) and not attribute.startswith("_self_"):
-        del facade.__dict__[attribute]
-    return adapter.Keras3Adapter(opt)
-
-
-BINDING: Final = Keras3Binding()
+        del self.__dict__[attribute]
