@@ -210,8 +210,7 @@ class CrossShardOptimizer(facade.Facade):
     engine = reduce.for_strategy(
       self._wrapped.strategy, settings.group_assignment
     )
-    per_model_lib.check_rates_of(opt, engine.groups, self._wrapped.package)
-    per_model_lib.create_rates(opt, self._wrapped.package)
+    per_model_lib.prepare_all(opt, engine.groups, self._wrapped.package)
     vars(self)["_pipeline"] = pipeline_lib.GradientPipeline(
       settings, self._wrapped, engine
     )
@@ -241,10 +240,9 @@ class CrossShardOptimizer(facade.Facade):
         " ReduceLROnPlateau, and a PerModel of schedules instead of"
         " LearningRateScheduler."
       )
-    schedule = per_model_lib.schedule_class(self._wrapped.package)
-    per_model_lib.check_rates(value, self.groups, schedule)
+    wrapped = pipeline.wrapped
+    per_model_lib.prepare(value, wrapped.strategy, self.groups, wrapped.package)
     opt.learning_rate = value
-    per_model_lib.create_rates(opt, self._wrapped.package)
 
   @property
   def update_step(self) -> Any:

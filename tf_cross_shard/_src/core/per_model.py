@@ -270,11 +270,14 @@ def _schedules_in(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
       yield from _schedules_in(part, schedule)
 
 
-def check_rates(
-  rate: Any, groups: groups_lib.Groups, schedule: type[Any]
+def prepare(
+  rate: Any,
+  strategy: tf.distribute.Strategy,
+  groups: groups_lib.Groups,
+  package: str,
 ) -> None:
-  """Raises `ValueError` for a `PerModel` that does not fit the groups."""
-  for found in _schedules_in(rate, schedule):
+  """Checks every `PerModel` in a learning rate, and creates its variable."""
+  for found in _schedules_in(rate, schedule_class(package)):
     if len(found.rates) != groups.num_groups:
       raise ValueError(
         "`rates` of PerModel must contain one learning rate for each of the"
@@ -282,23 +285,15 @@ def check_rates(
         f" {len(found.rates)}: {found.rates}. Create the optimizer inside `with"
         " strategy.scope():`, or change `rates` or `group_assignment`."
       )
+    found.create(strategy)
 
 
-def check_rates_of(
+def prepare_all(
   optimizer: Optimizer, groups: groups_lib.Groups, package: str
 ) -> None:
-  """Raises `ValueError` for a `PerModel` in `optimizer` that does not fit."""
   for nested in nested_lib.nested_optimizers(optimizer):
     rates = keras_private.rates_and_schedules(nested)
-    check_rates(rates, groups, schedule_class(package))
-
-
-def create_rates(optimizer: Optimizer, package: str) -> None:
-  """Creates the variables of every `PerModel` in `optimizer`."""
-  for nested in nested_lib.nested_optimizers(optimizer):
-    rates = keras_private.rates_and_schedules(nested)
-    for found in _schedules_in(rates, schedule_class(package)):
-      found.create(keras_private.strategy(nested))
+    prepare(rates, keras_private.strategy(nested), groups, package)
 
 
 def rates_of(optimizer: Optimizer) -> PerModel | None:
