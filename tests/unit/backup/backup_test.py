@@ -45,6 +45,7 @@ def _model(
   groups: Any = None,
   library: Any = tf.keras,
   is_plain: bool = False,
+  is_scaled: bool = False,
   **options: Any,
 ) -> Any:
   """Returns a model whose next step depends on all saved state."""
@@ -65,6 +66,8 @@ def _model(
   )
   if is_plain:
     optimizer = library.optimizers.Adam(0.01)
+  if is_scaled:
+    optimizer = library.mixed_precision.LossScaleOptimizer(optimizer)
   model.compile(optimizer, "mse", **options)
   return model
 
@@ -99,7 +102,7 @@ def _train(kind: str, *others: Any) -> tuple[dict[str, Any], dict[str, Any]]:
   """Trains a new model; returns the history and the state of all replicas."""
   library = tf_keras if "tf_keras" in kind else tf.keras
   options: dict[str, Any] = {"metrics": ["mae"]}
-  options["is_plain"] = "plain" in kind
+  options |= {"is_plain": "plain" in kind, "is_scaled": "scaled" in kind}
   if "executions" in kind:
     options["steps_per_execution"] = 3 if "ragged" in kind else 2
   listed = list(others)
@@ -132,6 +135,7 @@ def _undisturbed(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     ("tf_keras", 4, 2),
     ("tf_keras, executions", 4, 2),
     ("tf_keras, plain", 4, 2),
+    ("one device, plain, scaled", 4, 2),
     ("one device, ragged executions", 6, 3),  # as Keras 3 counts
     ("tf_keras, ragged executions", 4, 3),
   ],

@@ -169,8 +169,7 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
         " Put BackupAndRestore last in the list of callbacks."
       )
     nested_lib.check_optimizer(optimizer)
-    with strategy.scope():
-      optimizer.build(self.model.trainable_variables)
+    checkpoint.build_optimizer(optimizer, self.model)
     self._files = backup_files.BackupFiles(self._backup_dir, strategy)
     path = self._files.newest()
     if not self.model.stop_training:  # A finished search has set it.

@@ -124,13 +124,14 @@ def build(optimizer: Any, model: Any) -> None:
   """Builds the one optimizer on the trainable variables, unless it is built."""
   is_only = len(tracked.optimizers(optimizer, model)) == 1
   if is_only and model is not None and optimizer is not None:
-    _build(optimizer, model)
+    build_optimizer(optimizer, model)
 
 
-def _build(optimizer: Any, model: Any) -> None:
+def build_optimizer(optimizer: Any, model: Any) -> None:
+  """Creates the slots for a model's trainable variables, unless they exist."""
   layers = list(nested_lib.nested_optimizers(optimizer))
   # The outermost optimizer builds all the others. A LossScaleOptimizer may not
-  # be built although the optimizer inside is.
+  # be built although the optimizer inside is; if built twice, it starts anew.
   outermost = layers[0]
   if keras_private.is_built(outermost):
     return
@@ -162,7 +163,7 @@ def _build_saved(target: epath.Path, optimizer: Any, model: Any) -> None:
     saved = file.about.get("trained", {})
   variables = {entry.name: entry.variable for entry in state.entries}
   if not saved:  # There was one optimizer.
-    _build(optimizer, model)
+    build_optimizer(optimizer, model)
   tracked.build(optimizer, model, saved, variables)
 
 

@@ -20,6 +20,7 @@ from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import (
   archive,
+  checkpoint,
   group_state,
   paths,
   plain_models,
@@ -198,8 +199,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       self.model.stop_training = True
       keras_fit.begin_at(self.model, self.params["epochs"])
     self._settings.prepare(self.model, self._trials.probe(), num_models)
-    with strategy.scope():
-      self.model.optimizer.build(self.model.trainable_variables)
+    checkpoint.build_optimizer(self.model.optimizer, self.model)
     state = self._state_of_trials()
     self._initial, self._best.rates = state.read(), state.rates
 
