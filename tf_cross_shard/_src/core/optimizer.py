@@ -6,7 +6,7 @@ subclasses in `keras3.classes` and `tf_keras.classes` are also Keras optimizers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
 
@@ -29,12 +29,6 @@ from tf_cross_shard._src.core.wrapped import keras_private
 
 if TYPE_CHECKING:
   import numpy.typing as npt
-
-
-# Not every way to take a step calls these.
-_FINAL: Final = (
-  *("aggregate_gradients", "apply", "compute_gradients", "update_step"),
-)
 
 
 # Makes the properties `clipnorm`, `wire_dtype` and so on: one for each field of
@@ -196,12 +190,6 @@ class CrossShardOptimizer(facade.Facade):
       TypeError: If `opt` is not an optimizer, or is an optimizer of TensorFlow
         1 that Keras has no class for.
     """
-    for method in filter(self._overrides, _FINAL):
-      raise ValueError(
-        f"{type(self).__name__} must not override {method}(), which not every"
-        " way to take a step calls. Override apply_gradients(), or"
-        " update_step() in the class of `opt`."
-      )
     opt = self._as_optimizer(opt)
     # All arguments but `opt`: each field of `Settings` has an argument's name.
     settings = settings_lib.Settings.of(locals())
@@ -419,17 +407,7 @@ class CrossShardOptimizer(facade.Facade):
   ) -> differentiate.Pairs:
     return self._pipeline.differentiate(loss, var_list, tape, default, options)
 
-  @classmethod
-  def _overrides(cls, name: str) -> bool:
-    """Returns whether a user's class overrides a method of this package."""
-    owners = (kind for kind in cls.__mro__ if name in vars(kind))
-    package = __name__.partition(".")[0]
-    return next(owners, facade.Facade).__module__.partition(".")[0] != package
-
   def _apply_pairs(self, grads: list[Any], variables: list[Any]) -> None:
-    if self._overrides("apply_gradients"):
-      self.apply_gradients(zip(grads, variables, strict=True))
-      return
     self._perform(pipeline_lib.Call(grads, variables, through_apply=True))
 
   def _perform(self, call: pipeline_lib.Call) -> Any:

@@ -13,6 +13,9 @@ from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer, Models
 
 keras = tf.keras
+FACADES = pytest.mark.parametrize(
+  "facade", ["CrossShardOptimizer", "TowerOptimizer"]
+)
 
 
 @pytest.fixture
@@ -189,11 +192,14 @@ def test_an_optimizer_around_ours_must_not_mix_the_groups() -> None:
 
 
 @training.in_both
+@FACADES
 @pytest.mark.parametrize("way", ["minimize", "minimize_tape", "apply", "fit"])
-def test_a_subclass_changes_gradients_once(which: str, way: str) -> None:
+def test_a_subclass_changes_gradients_once(
+  which: str, facade: str, way: str
+) -> None:
   library, ours = training.KERASES[which]
 
-  class Doubling(ours.CrossShardOptimizer):  # type: ignore[name-defined]
+  class Doubling(getattr(ours, facade)):  # type: ignore[misc]
     def __init__(self, opt: Any) -> None:
       super().__init__(opt)
       self._package = "an attribute of the user's"
@@ -218,15 +224,32 @@ def test_a_subclass_changes_gradients_once(which: str, way: str) -> None:
 
 
 @training.in_both
+@FACADES
+def test_a_subclass_must_not_call_apply(which: str, facade: str) -> None:
+  library, ours = training.KERASES[which]
+
+  class Mine(getattr(ours, facade)):  # type: ignore[misc]
+    def apply_gradients(self, pairs: Any, *args: Any, **options: Any) -> None:
+      super().apply(*zip(*pairs, strict=True))
+
+  pairs = [(tf.constant(1.0), tf.Variable(1.0))]
+  with pytest.raises(RuntimeError, match=r"of Mine calls apply\(\).*super\(\)"):
+    Mine(library.optimizers.SGD(1.0)).apply_gradients(pairs)
+
+
+@training.in_both
+@FACADES
 @pytest.mark.parametrize(
   "name",
   ["apply", "compute_gradients", "aggregate_gradients", "update_step"],
 )
-def test_a_subclass_must_not_override(which: str, name: str) -> None:
+def test_a_subclass_must_not_override(
+  which: str, facade: str, name: str
+) -> None:
   """Not every way to take a step calls these; a mixin may define them, too."""
   library, ours = training.KERASES[which]
   mixin = type("Mixin", (), {name: lambda self, *args: None})
-  mine = type("Mine", (mixin, ours.CrossShardOptimizer), {})
+  mine = type("Mine", (mixin, getattr(ours, facade)), {})
   words = rf"Mine must not override {name}\(\).* Override apply_gradients\(\)"
   with pytest.raises(ValueError, match=words):
     mine(library.optimizers.SGD(1.0))

@@ -11,6 +11,7 @@ and copies, Keras 3 writes such a file and reads it again
 import copy
 import reprlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import loss_factor, single_program, validation
 from tf_cross_shard._src.core.facade import arguments
 from tf_cross_shard._src.core.gradients import differentiate
-from tf_cross_shard._src.core.wrapped import keras_classes
+from tf_cross_shard._src.core.wrapped import keras_classes, overriding
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
@@ -27,6 +28,13 @@ from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 # a listed name, and tf.train.Checkpoint saves the slots of an object that lists
 # `get_slot_names`. Both would save the same variables twice.
 _HIDDEN: Final = frozenset(("inner_optimizer", "get_slot_names"))
+# Not every way to take a step calls these.
+_FINAL: Final = (
+  *("aggregate_gradients", "apply", "compute_gradients", "update_step"),
+)
+# The optimizer whose overridden `apply_gradients` runs. Replicas of a
+# MirroredStrategy are threads.
+_calls = threading.local()
 
 
 class VariableList(list[Any]):
@@ -82,11 +90,24 @@ class Facade:
 
   def __init__(self, opt: Any, name: str, **limits: float | None) -> None:
     """Becomes an optimizer of Keras; then begins to forward attributes."""
+    for method in filter(self._overrides, _FINAL):
+      raise ValueError(
+        f"{type(self).__name__} must not override {method}(), which not every"
+        " way to take a step calls. Override apply_gradients(), or"
+        " update_step() in the class of the wrapped optimizer."
+      )
     self._start(opt, name, limits)
     wrapped = wrapped_lib.WrappedOptimizer(opt)
     if wrapped.is_built:
       validation.check_not_overwritten(wrapped.trainable_variables)
     vars(self)[wrapped_lib.ATTRIBUTE] = wrapped
+
+  @classmethod
+  def _overrides(cls, name: str) -> bool:
+    """Returns whether a user's class overrides a method of this package."""
+    owners = (kind for kind in cls.__mro__ if name in vars(kind))
+    package = __name__.partition(".")[0]
+    return next(owners, Facade).__module__.partition(".")[0] != package
 
   @classmethod
   def _as_optimizer(cls, opt: Any) -> Any:
@@ -404,7 +425,16 @@ class Facade:
         " variables, or call build(variables) first."
       )
     pairs = zip(grads, trainable_variables, strict=True)
-    self._apply_pairs(*validation.check_pairs(pairs))
+    if not self._overrides("apply_gradients"):
+      self._apply_pairs(*validation.check_pairs(pairs))
+      return
+    if getattr(_calls, "overridden", None) is self:
+      raise RuntimeError(
+        f"apply_gradients of {type(self).__name__} calls apply(), which calls"
+        " it again. Call super().apply_gradients(grads_and_vars) there."
+      )
+    with overriding.overriding(_calls, overridden=self):
+      self.apply_gradients(pairs)
 
   # Saved state.
 
