@@ -680,9 +680,12 @@ def test_other_names_in_a_later_trial() -> None:
     run(search, model)
 
 
-def test_other_callbacks() -> None:
-  search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
+def test_other_callbacks(caplog: pytest.LogCaptureFixture) -> None:
+  search = callbacks.OptunaSearch(make_study(), suggest, trials=2, epochs=1)
   model = grouped(VectorizedStrategy(2))
+  run(search, model, keras.callbacks.LearningRateScheduler(lambda _: 0.5))
+  assert "LearningRateScheduler sets the learning rates" in caplog.text
+  search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
   with pytest.raises(ValueError, match="Remove PerModelEarlyStopping"):
     run(search, model, callbacks.PerModelEarlyStopping())
   search = callbacks.OptunaSearch(

@@ -17,6 +17,7 @@ from absl import logging
 
 from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import (
   archive,
@@ -183,6 +184,13 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
         raise ValueError(
           "OptunaSearch needs metrics after each epoch, but PerModelMetrics has"
           f" every={getattr(other, 'every', 1)}. Use every=1."
+        )
+    for name in ("LearningRateScheduler", "ReduceLROnPlateau"):
+      if keras_private.callback_of_fit(name):
+        logging.warning(
+          "%s sets the learning rates of all models alike, in the middle of"
+          " their trials. Remove it, and return rates from `suggest`.",
+          name,
         )
     folders = [c.backups for c in self.same_fit() if c.backups]
     if not folders:
