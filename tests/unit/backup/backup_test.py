@@ -68,6 +68,7 @@ def _model(
     optimizer = library.optimizers.Adam(0.01)
   if is_scaled:
     optimizer = library.mixed_precision.LossScaleOptimizer(optimizer)
+    optimizer.build(model.trainable_variables)  # A second build starts anew.
   model.compile(optimizer, "mse", **options)
   return model
 
