@@ -132,10 +132,10 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
     warmup = per_model_callback.check_count("warmup", warmup, 0, "steps")
     compression.as_wire_dtype(wire_dtype)
     self._every = every
-    self._optimizer = optimizer
+    self._given = optimizer
     self._warmup = warmup
     self._wire_dtype = wire_dtype
-    self._state: _State | None = None
+    self._outer: Any = None  # None until the anchor is made.
     self._first_batch = 0  # of the execution that is running
     self._is_first_execution = False  # of this call of `fit`
     self._has_warned = False
@@ -148,7 +148,7 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
     `skipped_steps` counts how often, after the warm-up, groups were not
     synchronized because the outer gradient was not finite.
     """
-    return None if self._state is None else self._state.optimizer
+    return self._outer
 
   def build(self, optimizer: Any, model: Any) -> None:
     """Stores the weights of the model as the first anchor.
@@ -169,10 +169,10 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
       ValueError: If there is only one group, if groups start from different
         weights, or if this object was built for another model.
     """
-    is_new = self._state is None
-    state = self._state_for(optimizer, model)
+    is_new = self._outer is None
+    self._bind(optimizer, model)
     if not is_new:
-      state.restart_from_weights()
+      self._restart_from_weights()
 
   def step(self) -> None:
     """Counts a step, and synchronizes the groups after every H-th step.
@@ -192,7 +192,7 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
       model: A compiled and built model.
     """
     super().set_model(model)
-    self._state_for(getattr(model, "optimizer", None), model)
+    self._bind(getattr(model, "optimizer", None), model)
 
   def on_train_begin(self, logs: Any = None) -> None:
     super().on_train_begin(logs)
@@ -204,7 +204,7 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
     if self._is_first_execution:
       # Not in on_train_begin, where other callbacks restore a checkpoint.
       self._is_first_execution = False
-      self._built_state().restart_from_weights()
+      self._restart_from_weights()
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
     """Counts the batches of an execution."""
@@ -221,14 +221,21 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
   def _count(self, calls: int) -> None:
     """Counts calls of the optimizer, and synchronizes the groups when due."""
     replicas_lib.check_between_steps()
-    state = self._built_state()
-    steps_before, steps = state.count(calls)
+    if self._outer is None:
+      raise RuntimeError(
+        "OuterOptimizer has no anchor yet. Call build(optimizer, model) before"
+        " the first step."
+      )
+    calls_before = int(self._calls.numpy())
+    self._calls.assign_add(calls)
+    window = optimizer_state.pipeline_of(self._trained_by).calls_per_step
+    steps = (calls_before + calls) // window
     # H counts from the end of the warm-up.
-    before, now = steps_before - self._warmup, steps - self._warmup
+    before, now = calls_before // window - self._warmup, steps - self._warmup
     is_due = before // self._every < now // self._every
     if before < 0:
       is_due = before < now
-    is_finite = not is_due or state.synchronize(is_warmup=before < 0)
+    is_finite = not is_due or self._synchronize(is_warmup=before < 0)
     if not is_finite and not self._has_warned:
       self._has_warned = True
       logging.warning(
@@ -240,56 +247,88 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
         steps,
       )
 
-  def _built_state(self) -> "_State":
-    if self._state is None:
-      raise RuntimeError(
-        "OuterOptimizer has no anchor yet. Call build(optimizer, model) before"
-        " the first step."
-      )
-    return self._state
+  def _synchronize(self, is_warmup: bool) -> bool:
+    """Moves the anchor and all groups to it; returns whether Δ was finite."""
+    is_finite = self._averaging_step() if is_warmup else self._outer_step()
+    # Otherwise you would get a warning that something made the groups equal.
+    group_state.accept_values(self._trained_by)
+    strategy = optimizer_state.pipeline_of(self._trained_by).engine.strategy
+    # All replicas return the same.
+    return bool(strategy.experimental_local_results(is_finite)[0])
 
-  def _state_for(self, optimizer: Any, model: Any) -> "_State":
-    """Returns the state for a model, which the first call creates."""
+  def _restart_from_weights(self) -> None:
+    """Makes the weights the anchor if all groups have the same weights."""
+    copies = _copies(self._trained_by)
+    copies.compare_workers("the anchor of an OuterOptimizer")
+    # Groups that are equal between two outer steps were set by something else,
+    # say by a checkpoint. The outer optimizer would take that for a gradient.
+    if all(len(set(row)) == 1 for row in copies.digests(self._weights)):
+      for anchor, weight in zip(self._anchors, self._weights, strict=True):
+        copies.write(anchor, copies.here(weight))
+
+  def _bind(self, optimizer: Any, model: Any) -> None:
+    """Makes the anchor of a model; later, checks that it is the same model."""
     trained_by = _find_optimizer_with_groups(optimizer)
     # Of a model, or of a list.
     trained = getattr(model, "trainable_variables", model)
     weights = list(map(variables_lib.native, trained))
-    if self._state is None:
-      self._state = self._make_state(trained_by, weights)
-    elif trained_by is not self._state.trained_by or (
-      list(map(id, weights)) != list(map(id, self._state.weights))
+    if self._outer is None:
+      self._make_anchor(trained_by, weights)
+    elif trained_by is not self._trained_by or (
+      list(map(id, weights)) != list(map(id, self._weights))
     ):
       raise ValueError(
         "This OuterOptimizer belongs to another model or optimizer, or the"
         " model trains other variables now. Create a new OuterOptimizer for"
         " each model."
       )
-    return self._state
 
-  def _make_state(
-    self,
-    trained_by: CrossShardOptimizer,
-    weights: Sequence[Variable],
-  ) -> "_State":
+  def _make_anchor(
+    self, trained_by: CrossShardOptimizer, weights: list[Variable]
+  ) -> None:
     """Makes the anchor, once all workers and all groups agree on the start."""
     if not weights:
       raise ValueError(
         "`model` has nothing to train. If it is not built, give it a"
         " tf.keras.Input, or call it on a batch."
       )
-    outer = _make_outer_optimizer(trained_by, self._optimizer, self._wire_dtype)
+    outer = _make_outer_optimizer(trained_by, self._given, self._wire_dtype)
     settings = agreement.setting_lines(
       every=self._every,
       warmup=self._warmup,
       wire_dtype=self._wire_dtype,
       optimizer=outer.get_config(),
     )
-    copies = replicas_lib.Copies(
-      optimizer_state.pipeline_of(trained_by).engine.strategy
-    )
+    copies = _copies(trained_by)
     copies.compare_workers("the start of an OuterOptimizer", settings)
     _check_weights_are_equal(copies, weights)
-    return _State(trained_by, weights, outer, has_warmup=self._warmup > 0)
+    self._trained_by, self._weights = trained_by, weights  # θ_i
+    pipeline = optimizer_state.pipeline_of(trained_by)
+    make_variable = pipeline.wrapped.make_variable
+    with pipeline.engine.making_variables():
+      self._anchors = [  # θ
+        make_variable(tf.convert_to_tensor(weight), f"anchor{i}")
+        for i, weight in enumerate(weights)
+      ]
+    self._outer_step = _make_step(outer, self._anchors, weights)
+    if self._warmup:
+      # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
+      sgd = pipeline.wrapped.keras.optimizers.SGD(1.0)
+      average = _make_outer_optimizer(trained_by, sgd, self._wire_dtype)
+      self._averaging_step = _make_step(average, self._anchors, weights)
+    # One variable on the host for all replicas: reading it waits for no device.
+    with variables_lib.outside_of_strategies(), tf.device("CPU:0"):
+      self._calls = tf.Variable(
+        0, trainable=False, dtype=tf.int64, name="outer_calls"
+      )
+    outer_variables = [v for _, v in optimizer_state.state_variables(outer)]
+    pipeline.attached = (self._calls, *self._anchors, *outer_variables)
+    self._outer = outer
+
+
+def _copies(optimizer: CrossShardOptimizer) -> replicas_lib.Copies:
+  engine = optimizer_state.pipeline_of(optimizer).engine
+  return replicas_lib.Copies(engine.strategy)
 
 
 def _check_weights_are_equal(
@@ -404,70 +443,3 @@ def _make_step(
   # code, and would warn that several OuterOptimizers retrace one function.
   run = functools.partial(engine.strategy.run, replica_step)
   return tf.function(run, autograph=False)
-
-
-class _State:
-  """Everything that an OuterOptimizer keeps for one model."""
-
-  def __init__(
-    self,
-    trained_by: CrossShardOptimizer,
-    weights: Sequence[Variable],
-    optimizer: CrossShardOptimizer,
-    *,
-    has_warmup: bool,
-  ) -> None:
-    """Creates the variables, with the weights as the first anchor."""
-    self.trained_by = trained_by
-    self.weights = list(weights)  # θ_i
-    self.optimizer = optimizer
-    pipeline = optimizer_state.pipeline_of(trained_by)
-    with pipeline.engine.making_variables():
-      self.anchors = [  # θ
-        pipeline.wrapped.make_variable(
-          tf.convert_to_tensor(weight), f"anchor{i}"
-        )
-        for i, weight in enumerate(weights)
-      ]
-    self._outer_step = _make_step(optimizer, self.anchors, self.weights)
-    if has_warmup:
-      # SGD(1.0) moves the anchor to θ - mean(θ - θ_i), the mean of all θ_i.
-      keras = pipeline.wrapped.keras
-      sgd = keras.optimizers.SGD(1.0)
-      average = _make_outer_optimizer(trained_by, sgd, optimizer.wire_dtype)
-      self._averaging_step = _make_step(average, self.anchors, self.weights)
-    # One variable on the host for all replicas: reading it waits for no device.
-    with variables_lib.outside_of_strategies(), tf.device("CPU:0"):
-      self.calls = tf.Variable(
-        0, trainable=False, dtype=tf.int64, name="outer_calls"
-      )
-    outer_variables = [v for _, v in optimizer_state.state_variables(optimizer)]
-    pipeline.attached = (self.calls, *self.anchors, *outer_variables)
-
-  def count(self, calls: int) -> tuple[int, int]:
-    """Counts calls. Returns how many steps were complete before and after."""
-    before = int(self.calls.numpy())
-    self.calls.assign_add(calls)
-    window = optimizer_state.pipeline_of(self.trained_by).calls_per_step
-    return before // window, (before + calls) // window
-
-  def synchronize(self, is_warmup: bool) -> bool:
-    """Moves the anchor and all groups to it; returns whether Δ was finite."""
-    is_finite = self._averaging_step() if is_warmup else self._outer_step()
-    # Otherwise you would get a warning that something made the groups equal.
-    group_state.accept_values(self.trained_by)
-    strategy = optimizer_state.pipeline_of(self.trained_by).engine.strategy
-    # All replicas return the same.
-    return bool(strategy.experimental_local_results(is_finite)[0])
-
-  def restart_from_weights(self) -> None:
-    """Makes the weights the anchor if all groups have the same weights."""
-    copies = replicas_lib.Copies(
-      optimizer_state.pipeline_of(self.trained_by).engine.strategy
-    )
-    copies.compare_workers("the anchor of an OuterOptimizer")
-    # Groups that are equal between two outer steps were set by something else,
-    # say by a checkpoint. The outer optimizer would take that for a gradient.
-    if all(len(set(row)) == 1 for row in copies.digests(self.weights)):
-      for anchor, weight in zip(self.anchors, self.weights, strict=True):
-        copies.write(anchor, copies.here(weight))
