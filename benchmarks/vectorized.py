@@ -24,11 +24,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from benchmarks import timing
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  VectorizedStrategy,
-  schedules,
-)
+from tf_cross_shard import CrossShardOptimizer, VectorizedStrategy, schedules
 
 _CASES = flags.DEFINE_list("cases", [], "Cases to measure; all by default.")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each case.", 1)

@@ -39,9 +39,9 @@ SLOW = [
     "unit/backup/backup_test.py",
     "unit/islands/outer_optimizer_test.py",
     "unit/migration/checkpoints_test.py",
+    "unit/models/archive_remote_test.py",
     "unit/models/checkpoint_test.py",
     "unit/models/group_models_loaded_test.py",
     "unit/models/group_models_test.py",
-    "unit/models/paths_test.py",
     "unit/virtual_tpu/strategy_test.py",
 ]

@@ -69,7 +69,7 @@ MUTANTS = [
   ("islands/outer_optimizer.py", "islands/outer_optimizer", "tf.where(is_finite, anchor, weight)", "anchor"),
   ("towers/gradient_collector.py", "towers/gradient_collector towers/tower_optimizer", "1.0 / count if reduction == loss_factor.MEAN else 1.0", "1.0"),
   ("fit/per_model_early_stopping.py", "fit/per_model_early_stopping", "(wait >= self.patience)", "(wait > self.patience)"),
-  ("models/paths.py", "models/archive", "os.fsync(local.fileno())", "pass"),
+  ("models/archive.py", "models/archive", "os.fsync(file.fileno())", "pass"),
   ("backup/backup_files.py", "backup/backup", "self._backups()[:-keep]", "self._backups()[: 1 - keep]"),
   ("multi_worker/even_batches.py", "multi_worker/even_batches", "batches = dataset.repeat()", "batches = dataset"),
   ("migration/checkpoints.py", "migration/checkpoints", "_factor_of_momentum(base_optimizer, step)", "1.0"),

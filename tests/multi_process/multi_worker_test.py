@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import (
-  mixed_precision,
-  testbed,
-  training,
-  workers,
-)
+from tests.support import mixed_precision, testbed, training, workers
 from tests.support import multi_worker_cases as cases
 from tf_cross_shard import groups as groups_lib
 

@@ -15,11 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  Models,
-  VectorizedStrategy,
-)
+from tf_cross_shard import CrossShardOptimizer, Models, VectorizedStrategy
 
 keras = tf.keras
 SEEDS = (3, 4, 5)

@@ -16,12 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  Models,
-  callbacks,
-  multi_worker,
-)
+from tf_cross_shard import CrossShardOptimizer, Models, callbacks, multi_worker
 from tf_cross_shard._src.core.reduce import multi_worker as engines
 
 Key = tuple[str, ...]

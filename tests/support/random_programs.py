@@ -16,11 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support import testbed, training
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  Models,
-  schedules,
-)
+from tf_cross_shard import CrossShardOptimizer, Models, schedules
 from tf_cross_shard._src.core.gradients import packing
 from tf_cross_shard._src.core.reduce import mirrored
 

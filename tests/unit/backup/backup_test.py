@@ -24,11 +24,7 @@ import tf_cross_shard
 import tf_cross_shard.tf_keras
 from tests.support import fit_outcome, testbed
 from tests.support import replica_state_cases as cases
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  callbacks,
-  models,
-)
+from tf_cross_shard import CrossShardOptimizer, callbacks, models
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.workers import agreement

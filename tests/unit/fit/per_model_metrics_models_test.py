@@ -9,12 +9,7 @@ import tensorflow as tf
 
 from tests.support import callback_cases as cases
 from tests.support import testbed
-from tf_cross_shard import (
-  VectorizedStrategy,
-  callbacks,
-  per_model,
-  schedules,
-)
+from tf_cross_shard import VectorizedStrategy, callbacks, per_model, schedules
 
 N = 2
 RATES = (0.01, 0.1)

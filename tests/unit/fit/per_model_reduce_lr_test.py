@@ -10,12 +10,7 @@ import tensorflow as tf
 from tests.support import callback_cases as cases
 from tests.support import testbed
 from tests.support.callback_cases import SERIES
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  Models,
-  callbacks,
-  schedules,
-)
+from tf_cross_shard import CrossShardOptimizer, Models, callbacks, schedules
 
 OPTIONS = {
   **{"patience": 1, "factor": 0.5, "min_delta": 1.0},

@@ -11,12 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import (
-  islands,
-  replica_state_cases,
-  testbed,
-  training,
-)
+from tests.support import islands, replica_state_cases, testbed, training
 from tests.support.islands import PAIRS, SINGLETONS, STRIDED
 from tf_cross_shard import Models, callbacks, keras3
 

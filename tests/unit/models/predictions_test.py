@@ -9,10 +9,7 @@ import tensorflow as tf
 
 from tests.support import callback_cases as cases
 from tests.support import replica_state_cases, testbed, training
-from tf_cross_shard import (
-  Models,
-  VectorizedStrategy,
-)
+from tf_cross_shard import Models, VectorizedStrategy
 
 X = np.random.default_rng(1).normal(size=(7, 3)).astype("float32")
 

@@ -15,10 +15,7 @@ import tensorflow as tf
 
 from tests.support import replica_state_cases as cases
 from tests.support import testbed
-from tf_cross_shard import (
-  CrossShardOptimizer,
-  Models,
-)
+from tf_cross_shard import CrossShardOptimizer, Models
 
 ALONE: dict[str, Callable[[], Any]] = {
   "none": tf.distribute.get_strategy,

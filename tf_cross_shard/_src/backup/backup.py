@@ -16,10 +16,7 @@ from etils import epath
 from tf_cross_shard._src.backup import backup_files, preemption
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
-from tf_cross_shard._src.models import (
-  checkpoint,
-)
-from tf_cross_shard._src.models import paths as paths_lib
+from tf_cross_shard._src.models import archive, checkpoint
 
 # Prefix of the arrays in a backup that hold the state of callbacks.
 _CALLBACKS: Final = "callbacks/"
@@ -137,7 +134,7 @@ class BackupAndRestore(per_model_callback.PerModelCallback):
       )
     if every_seconds is not None:
       per_model_callback.check_number("every_seconds", every_seconds)
-    self._backup_dir = paths_lib.as_path(backup_dir, "backup_dir")
+    self._backup_dir = archive.as_path(backup_dir, "backup_dir")
     self.backups = str(self._backup_dir)
     self._delete = delete_checkpoint
     self._every = every

@@ -10,7 +10,6 @@ from etils import epath
 
 from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.models import archive, group_state
-from tf_cross_shard._src.models import paths as paths_lib
 
 _NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
 _PARTIAL: Final = ".partial"  # The suffix of files that are not backups yet.
@@ -28,10 +27,10 @@ class BackupFiles:
     self.is_first = self._workers is None or self._workers.index == 0
     with group_state.raising_on_all(self._workers, "creating backup_dir"):
       if self.is_first:
-        paths_lib.make_folder(folder)
-        for path in paths_lib.list_folder(folder):
+        archive.make_folder(folder)
+        for path in archive.list_folder(folder):
           if path.suffix == _PARTIAL:
-            paths_lib.delete(path)
+            archive.delete(path)
     if self._workers is not None:
       self._check_shared(self._workers)
 
@@ -41,13 +40,12 @@ class BackupFiles:
     with group_state.raising_on_all(workers, topic) as outcomes:
       name = outcomes[0]["name"] = f".{secrets.token_hex(4)}{_PARTIAL}"
       if self.is_first:
-        with paths_lib.writing(self.folder / name):
-          pass
+        archive.write_bytes(self.folder / name, b"")
     path = self.folder / outcomes[0]["name"]
     try:
       with (
         group_state.raising_on_all(workers, topic),
-        paths_lib.as_os_errors(path),
+        archive.as_os_errors(path),
       ):
         if not path.exists():
           raise archive.CheckpointError(
@@ -57,7 +55,7 @@ class BackupFiles:
           )
     finally:
       if self.is_first:
-        paths_lib.delete(path)
+        archive.delete(path)
 
   def newest(self) -> epath.Path | None:
     """Returns the newest backup, or None if there is no complete one."""
@@ -84,7 +82,7 @@ class BackupFiles:
   def prune(self, keep: int) -> None:
     if self.is_first:
       for path in self._backups()[:-keep]:
-        paths_lib.delete(path)
+        archive.delete(path)
 
   def delete(self) -> None:
     """Deletes all backups, when `fit` ends."""
@@ -93,10 +91,10 @@ class BackupFiles:
     agreement.compare_workers(self._workers, "the end of fit")
     if self.is_first:
       for path in self._backups():
-        paths_lib.delete(path)
+        archive.delete(path)
 
   def _backups(self) -> list[epath.Path]:
-    paths = paths_lib.list_folder(self.folder)
+    paths = archive.list_folder(self.folder)
     return sorted(filter(_place, paths), key=_place)
 
 

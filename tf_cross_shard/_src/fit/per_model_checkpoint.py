@@ -10,7 +10,6 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import per_model_callback
 from tf_cross_shard._src.models import archive, group_state
-from tf_cross_shard._src.models import paths as paths_lib
 
 
 class PerModelCheckpoint(per_model_callback.PerModelMonitor):
@@ -68,8 +67,8 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
       mode: `"min"`, `"max"`, or `"auto"` to let Keras decide by the metric.
     """
     super().__init__(monitor, mode)
-    self._path = paths_lib.as_path(path)
-    paths_lib.check_not_keras(self._path)
+    self._path = archive.as_path(path)
+    archive.check_not_keras(self._path)
     # The arrays in the file.
     self._kept: dict[str, archive.Array] = {}
     self._is_new = True
@@ -90,7 +89,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
     topic = f"creating {self._path.parent.name}"
     with group_state.raising_on_all(copies.workers, topic):
       if copies.is_first:
-        paths_lib.make_folder(self._path.parent)
+        archive.make_folder(self._path.parent)
     self._is_new = False
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -110,7 +109,7 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
       if copies.is_first:
         # If the first write was killed where a rename is not atomic, no epoch
         # was best yet.
-        with paths_lib.as_os_errors(self._path):
+        with archive.as_os_errors(self._path):
           exists = self._path.exists() and archive.is_complete(self._path)
         outcomes[0]["numbers"] = self._read() if exists else {}
     super().set_state(outcomes[0]["numbers"])

@@ -18,9 +18,7 @@ from typing import Any, Final
 import numpy as np
 from absl import logging
 
-from tf_cross_shard._src.core import (
-  optimizer_state,
-)
+from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib

@@ -7,8 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.fit import per_model_callback
-from tf_cross_shard._src.models import group_state
-from tf_cross_shard._src.models import paths as paths_lib
+from tf_cross_shard._src.models import archive, group_state
 
 # TensorFlow's own functions write these entries only if TensorBoard is there.
 _SCALAR: Final = tf.compat.v1.SummaryMetadata(
@@ -64,7 +63,7 @@ class PerModelTensorBoard(per_model_callback.PerModelReader):
       log_dir: A folder, which is created if necessary.
     """
     super().__init__()
-    self._log_dir = paths_lib.as_path(log_dir, "log_dir")
+    self._log_dir = archive.as_path(log_dir, "log_dir")
     self._writers: dict[str, Any] = {}
     self._run_rates: Any = None
 

@@ -21,7 +21,7 @@ from tf_cross_shard._src.core.wrapped import keras_classes, keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
-from tf_cross_shard._src.models import paths as paths_lib
+from tf_cross_shard._src.models import archive
 
 _Names = Mapping[str, str | None]
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -109,7 +109,7 @@ def convert_checkpoint(
     FileExistsError: If there is a checkpoint at `dst`.
   """
   replicas_lib.check_between_steps()
-  target = os.fspath(paths_lib.as_path(dst, "dst"))
+  target = os.fspath(archive.as_path(dst, "dst"))
   if tf.io.gfile.exists(f"{target}.index"):
     raise FileExistsError(
       f"`dst` is {target!r}, but a checkpoint with this name already exists."
@@ -179,7 +179,7 @@ def _read(reader: Any, source: str, wanted: _Wanted) -> Any:
 
 def _open(src: Any) -> Any:
   """Opens a checkpoint; for a folder, its latest one."""
-  path = os.fspath(paths_lib.as_path(src, "src"))
+  path = os.fspath(archive.as_path(src, "src"))
   if not tf.io.gfile.exists(f"{path}.index"):
     path = tf.train.latest_checkpoint(path) or path
   # `load_checkpoint` would prefer a folder of this name.

@@ -18,7 +18,6 @@ from tf_cross_shard._src.models import (
   plain_models,
   predictions,
 )
-from tf_cross_shard._src.models import paths as paths_lib
 
 
 class Models(Sequence[Any]):
@@ -389,8 +388,8 @@ class Models(Sequence[Any]):
       ValueError: If `path` ends with `.keras` or `.h5`, or if an optimizer
         without a model is not built.
     """
-    target = paths_lib.as_path(path)
-    paths_lib.check_not_keras(target)
+    target = archive.as_path(path)
+    archive.check_not_keras(target)
     if hasattr(self._model, "optimizer"):
       checkpoint.build(self._optimizer, self._model)
     state, topic = self._state(), f"saving {target.name}"
@@ -421,7 +420,7 @@ class Models(Sequence[Any]):
         ValueError. An error of one worker is raised on all workers.
       OSError: If the file cannot be read.
     """
-    checkpoint.restore(paths_lib.as_path(path), self._optimizer, self._model)
+    checkpoint.restore(archive.as_path(path), self._optimizer, self._model)
 
   @staticmethod
   def read(path: Any, i: int, into: Any) -> Any:
@@ -450,7 +449,7 @@ class Models(Sequence[Any]):
         variables, shapes or dtypes. It is a ValueError.
       OSError: If the file cannot be read.
     """
-    return checkpoint.read(paths_lib.as_path(path), i, into)
+    return checkpoint.read(archive.as_path(path), i, into)
 
   def average(self) -> None:
     """Gives every replica the mean over all replicas of all models.

@@ -23,7 +23,6 @@ from tf_cross_shard._src.models import (
   archive,
   checkpoint,
   group_state,
-  paths,
   plain_models,
 )
 from tf_cross_shard._src.search import settings as settings_lib
@@ -136,7 +135,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self.trials = per_model_callback.check_count("trials", trials, 1, "trials")
     self.epochs = per_model_callback.check_count("epochs", epochs, 1, "epochs")
     self._suggest = suggest
-    self._folder = None if folder is None else paths.as_path(folder, "folder")
+    self._folder = None if folder is None else archive.as_path(folder, "folder")
     self._settings = settings_lib.TrialSettings()
     self._reset()
     if mode != "auto":

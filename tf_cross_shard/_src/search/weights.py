@@ -5,12 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from tf_cross_shard._src.models import (
-  archive,
-  group_state,
-  paths,
-  plain_models,
-)
+from tf_cross_shard._src.models import archive, group_state, plain_models
 from tf_cross_shard._src.search import study as study_lib
 
 Weights = dict[str, archive.Array]
@@ -55,7 +50,7 @@ class BestWeights:
       return
     self.best, self.weights = running, weights
     if self._folder is not None:
-      paths.make_folder(self._folder)
+      archive.make_folder(self._folder)
       about = {
         "format": group_state.FORMAT,
         "group_assignment": [[0]],

@@ -14,11 +14,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core import single_program, validation
-from tf_cross_shard._src.vectorized import (
-  extended,
-  replica_context,
-  vectorizer,
-)
+from tf_cross_shard._src.vectorized import extended, replica_context, vectorizer
 
 
 class NestedRunError(RuntimeError):
