@@ -1,40 +1,21 @@
 """The command line: `tf-cross-shard`, or `python -m tf_cross_shard`.
 
-    compile             compile a step for a TPU slice, without a TPU
-    convert-checkpoint  convert a checkpoint of TensorFlow 1
-    launch              start a program as several workers
-    doctor              print versions and devices
-
 Each command checks its arguments before it imports `tf_cross_shard`, which
 imports TensorFlow. So `--help` and mistakes do not take seconds.
 """
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import pathlib
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from tf_cross_shard_cli import doctor, launch
-
-_COMPILE: Final = """
-Compiles a training step with the TPU compiler. Reports which data the replicas
-exchange and how much memory they need.
-"""
-_CONVERT: Final = """
-Converts a checkpoint of TensorFlow 1 to a checkpoint of TensorFlow 2. Prints
-for each variable of the model which value of the checkpoint it received.
-"""
-_LAUNCH: Final = """
-Starts a Python program as several workers that train together: on this machine
-or, with --nodes, on several machines.
-"""
-
-_DOCTOR: Final = "Prints the versions of packages, TF_CONFIG and devices."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,12 +54,18 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--version", action="version", version=version)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-  about = "compile a step for a TPU slice, without a TPU"
-  command = commands.add_parser("compile", help=about, description=_COMPILE)
-  command.set_defaults(command=_compile)
-  add = command.add_argument
+  def command(name: str, run: Any) -> argparse.ArgumentParser:
+    """Adds a command, whose help is the docstring of its function."""
+    about = inspect.cleandoc(run.__doc__)
+    first = about.splitlines()[0]
+    added = commands.add_parser(name, help=first, description=about)
+    added.set_defaults(command=run)
+    return added
+
+  of_program: Any = {"type": _function_name, "metavar": "MODULE:FUNCTION"}
+  add = command("compile", _compile).add_argument
   step = "a function for strategy.run, or one that calls strategy.run once"
-  add("step", type=_function_name, metavar="MODULE:FUNCTION", help=step)
+  add("step", **of_program, help=step)
   add("--topology", required=True, help="the TPU slice, such as v5e:4x2")
   spec = (
     "dtype and shape of an argument of the function on one replica, such as"
@@ -89,30 +76,19 @@ def _parser() -> argparse.ArgumentParser:
   add("--json", action="store_true", help="print JSON instead of a table")
   add("--hlo", metavar="FILE", help="write the compiled program to a file")
 
-  about = "convert a checkpoint of TensorFlow 1"
-  command = commands.add_parser(
-    "convert-checkpoint", help=about, description=_CONVERT
-  )
-  command.set_defaults(command=_convert_checkpoint)
-  add = command.add_argument
+  add = command("convert-checkpoint", _convert_checkpoint).add_argument
   src = "prefix of the old checkpoint, or a folder: its latest checkpoint"
   add("src", metavar="SRC", help=src)
   add("dst", metavar="DST", help="prefix of the new checkpoint")
-  of_program: Any = {"required": True, "metavar": "MODULE:FUNCTION"}
   program = "a function that returns the model and the optimizer"
-  add("--program", **of_program, type=_function_name, help=program)
+  add("--program", **of_program, required=True, help=program)
   names = "a name in the checkpoint, or null, for each name in the model"
   add("--names", type=_names, metavar="FILE.json", help=names)
   steps = "steps of the checkpoint's training, if it has no single global_step"
   add("--iterations", type=int, metavar="STEPS", help=steps)
 
-  about = "start a program as several workers"
-  command = commands.add_parser("launch", help=about, description=_LAUNCH)
-  launch.add_arguments(command)
-
-  about = "print versions and devices"
-  command = commands.add_parser("doctor", help=about, description=_DOCTOR)
-  command.set_defaults(command=lambda options: doctor.examine())
+  launch.add_arguments(command("launch", launch.run))
+  command("doctor", doctor.examine)
   return parser
 
 
@@ -142,7 +118,10 @@ def _names(path: str) -> dict[str, str | None]:
 
 
 def _compile(options: argparse.Namespace) -> str:
-  """Compiles a step; returns the compiler's report."""
+  """Compiles a training step for a TPU slice, without a TPU.
+
+  Reports which data the replicas exchange and how much memory they need.
+  """
   module, step = _load(options.step)
   from tf_cross_shard import virtual_tpu
 
@@ -163,7 +142,10 @@ def _compile(options: argparse.Namespace) -> str:
 
 
 def _convert_checkpoint(options: argparse.Namespace) -> str:
-  """Converts a checkpoint; returns a table of the matched variables."""
+  """Converts a checkpoint of TensorFlow 1 to one of TensorFlow 2.
+
+  Prints for each variable of the model which value of the checkpoint it has.
+  """
   program = _load(options.program)[1]()
   if not isinstance(program, tuple) or len(program) != 2:
     raise TypeError(

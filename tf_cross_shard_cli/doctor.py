@@ -12,8 +12,9 @@ _TENSORFLOWS: Final = (
 )
 
 
-def examine() -> str:
-  """Returns a report on the installation."""
+def examine(options: object = None) -> str:
+  """Prints the versions of packages, TF_CONFIG and devices."""
+  del options
   facts = {
     "Python": f"{platform.python_version()} on {platform.platform()}",
     "tf_cross_shard": version("tf-cross-shard") or "not installed",

@@ -259,8 +259,7 @@ def _print_lines(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the options of `launch`, and sets `run` as the command."""
-  parser.set_defaults(command=run)
+  """Adds the options of `launch`."""
   add = parser.add_mutually_exclusive_group().add_argument
   workers = "the number of workers to start on this machine (default: 2)"
   add("--workers", type=int, metavar="N", help=workers)
@@ -284,7 +283,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-  """Runs `launch` with the options; returns the exit status."""
+  """Starts a Python program as several workers that train together.
+
+  They run on this machine or, with --nodes, on several machines.
+  """
   program = [*["-m"] * options.m, options.program or "", *options.arguments]
   if options.nodes:
     addresses = _addresses(options.nodes)
