@@ -50,10 +50,7 @@ class _GroupLeader(subprocess.Popen[str]):
   """A process that is killed together with all processes that it started."""
 
   def poll(self) -> int | None:
-    """Returns the exit code, or None while the process runs.
-
-    When the process has ended, this kills the processes that it started.
-    """
+    """Returns the exit code, after it killed what an ended process started."""
     before = self.returncode
     if before is None and super().poll() is not None:
       self._kill_group()
@@ -79,20 +76,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def cluster(workers: int, chief: bool = False) -> list[dict[str, str]]:
-  """Returns the environment of each worker: TF_CONFIG with free ports.
-
-  If `chief`, the first process is a "chief" instead of a "worker".
-  """
+  """Returns the environment of each worker: TF_CONFIG with free ports."""
   addresses = [f"localhost:{port}" for port in free_ports(workers)]
   chiefs = {"chief": addresses[:1]} if chief else {}
   return _environments({**chiefs, "worker": addresses[int(chief) :]})
 
 
 def _environments(jobs: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-  """Returns the environment of each task of a cluster.
-
-  `jobs` has the addresses of all tasks, by the name of the job.
-  """
+  """Returns the environment of each task, from the addresses of each job."""
   tasks = [
     {"type": job, "index": index}
     for job, addresses in jobs.items()
@@ -124,20 +115,7 @@ def wait(
   may_fail: Collection[int] = (),
   on_failure: Callable[[int], None] = lambda index: None,
 ) -> dict[int, float]:
-  """Waits until all processes have ended, or the time is up.
-
-  Args:
-    processes: The processes by their numbers.
-    timeout: The longest time to wait, in seconds. None means no limit.
-    grace: The longest time to wait after a process has failed, in seconds.
-    may_fail: The numbers of processes whose failure does not start `grace`.
-    on_failure: Called with the number of each process that fails while other
-      processes run.
-
-  Returns:
-    For each process that has ended, by its number, the seconds after which it
-    ended.
-  """
+  """Returns the seconds to each end; waits `grace` seconds after a failure."""
   begin = time.monotonic()
   deadline = float("inf") if timeout is None else begin + timeout
   ends: dict[int, float] = {}
@@ -160,18 +138,7 @@ def launch(
   timeout: float | None = None,
   grace: float = 60.0,
 ) -> int:
-  """Runs a command as several workers. Call it in the main thread.
-
-  Args:
-    command: The program and its arguments.
-    workers: The number of workers, or the additional environment variables of
-      each worker by its number.
-    timeout: The longest time for all workers, in seconds. None means no limit.
-    grace: The longest time for the other workers after a failure, in seconds.
-
-  Returns:
-    0 if no worker failed, otherwise 1.
-  """
+  """Runs a command as workers, in the main thread; returns the exit status."""
   if isinstance(workers, int):
     workers = dict(enumerate(cluster(workers)))
   processes: dict[int, _GroupLeader] = {}
@@ -246,10 +213,7 @@ def _watcher() -> Iterator[Any]:
 def _print_lines(
   index: int, lines: IO[str], exceptions: dict[int, str]
 ) -> None:
-  """Prints each line of a worker as soon as it is complete.
-
-  The last line that begins with the name of an exception is stored.
-  """
+  """Prints each line of a worker; stores the last one of an exception."""
   with lines:
     for line in lines:
       whole = line.removesuffix("\n") + "\n"  # The last line may lack the end.
