@@ -55,10 +55,7 @@ class Sessions:
   """A network that TensorFlow 1 trains."""
 
   def __init__(
-    self,
-    make: Callable[[], Any],
-    with_step: bool = True,
-    scope: str = "",
+    self, make: Callable[[], Any], with_step: bool = True, scope: str = ""
   ) -> None:
     """Creates the graph; `make` creates the optimizer inside `scope`."""
     rng = np.random.default_rng(1)

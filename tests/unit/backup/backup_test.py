@@ -387,11 +387,7 @@ class _AtBegin(per_model_callback.PerModelCallback):
 
 @pytest.mark.parametrize(
   ("before", "after"),
-  [
-    (GROUPS, [[0], [1]]),
-    ([[1], [0]], GROUPS),
-    ([[0, 1]], [[0, 1, 2, 3]]),
-  ],
+  [(GROUPS, [[0], [1]]), ([[1], [0]], GROUPS), ([[0, 1]], [[0, 1, 2, 3]])],
 )
 def test_as_many_groups_of_other_replicas(
   before: Any, after: Any, tmp_path: pathlib.Path
@@ -633,8 +629,7 @@ class Gan(tf.keras.Model):
 
 def _momentum(rate: float) -> CrossShardOptimizer:
   return CrossShardOptimizer(
-    tf.keras.optimizers.SGD(rate, momentum=0.9),
-    loss_averaged_over="global",
+    tf.keras.optimizers.SGD(rate, momentum=0.9), loss_averaged_over="global"
   )
 
 

@@ -43,8 +43,7 @@ NODES = "--nodes=host0:12345,[fe80::1]:9"
 
 
 @pytest.mark.parametrize(
-  ("words", "workers"),
-  [(["--workers=2"], [0, 1]), ([NODES, "--index=1"], [1])],
+  ("words", "workers"), [(["--workers=2"], [0, 1]), ([NODES, "--index=1"], [1])]
 )
 def test_a_command_line(
   words: list[str],
@@ -133,9 +132,7 @@ def _has_ended(pid: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["child", "session"])
 def test_a_worker_ends_with_the_processes_it_started(
-  kind: str,
-  capfd: pytest.CaptureFixture[str],
-  monkeypatch: pytest.MonkeyPatch,
+  kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(launch, "_LAST_LINES", 0.5)
   begin = time.monotonic()

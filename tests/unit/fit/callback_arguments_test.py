@@ -77,8 +77,6 @@ def test_invalid_arguments_raise_an_error(
 
 
 @pytest.mark.parametrize("argument", ["every", "batch_size", "steps"])
-def test_without_data_fit_decides_the_rest(
-  argument: str,
-) -> None:
+def test_without_data_fit_decides_the_rest(argument: str) -> None:
   with pytest.raises(ValueError, match=f"`{argument}` must be .* got 2"):
     callbacks.PerModelMetrics(**{argument: 2})

@@ -73,9 +73,7 @@ def test_the_checksum_is_that_of_what_is_in_it(tmp_path: pathlib.Path) -> None:
   assert checksums[0] == checksums[1] != checksums[2]
 
 
-def test_file_permissions_follow_umask(
-  tmp_path: pathlib.Path,
-) -> None:
+def test_file_permissions_follow_umask(tmp_path: pathlib.Path) -> None:
   before = os.umask(0o027)
   try:
     _write(tmp_path / "a", 1)
@@ -139,9 +137,7 @@ def test_other_files(tmp_path: pathlib.Path) -> None:
 # --------------------------------------------------------------------- writing
 
 
-def test_file_is_synced_before_it_is_renamed(
-  tmp_path: pathlib.Path,
-) -> None:
+def test_file_is_synced_before_it_is_renamed(tmp_path: pathlib.Path) -> None:
   """After a power failure, either the old or the new file exists."""
   _write(tmp_path / "a", 5)
   done: list[Any] = []

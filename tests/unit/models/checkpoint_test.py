@@ -222,9 +222,7 @@ def _network(seed: int) -> Any:
   )
 
 
-def test_a_served_model_needs_no_random_numbers(
-  tmp_path: pathlib.Path,
-) -> None:
+def test_a_served_model_needs_no_random_numbers(tmp_path: pathlib.Path) -> None:
   """The served model may have fewer dropout layers than the saved one."""
   trained = cases.Training(testbed.mirrored(), [[3, 1], [0, 2]], seed=1)
   trained.steps(0, 2)
@@ -273,11 +271,7 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
       [*plain.variables, tf.Variable(1.0, name="extra")],
       "does not contain .*extra",
     ),
-    (
-      0,
-      [tf.Variable([0.0], name="kernel")],
-      "does not contain model/kernel",
-    ),
+    (0, [tf.Variable([0.0], name="kernel")], "does not contain model/kernel"),
   ):
     with pytest.raises(models.CheckpointError, match=words):
       Models.read(path, index, model)

@@ -77,9 +77,7 @@ def test_means_of_large_values_do_not_overflow(dtype: str) -> None:
   assert _average(rows).tobytes() == expected.tobytes()
 
 
-def test_slots_of_a_multi_optimizer(
-  tmp_path: pathlib.Path,
-) -> None:
+def test_slots_of_a_multi_optimizer(tmp_path: pathlib.Path) -> None:
   optimizers = tf.keras.optimizers
   if not hasattr(optimizers, "MultiOptimizer"):
     pytest.skip("this Keras has no MultiOptimizer")

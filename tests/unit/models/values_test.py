@@ -105,10 +105,7 @@ def test_group_values_are_in_the_order_of_groups() -> None:
   assert cases.lists(found) == [[20.0] * 2, [20.0] * 2, [10.0] * 2, [10.0] * 2]
   found = Models(optimizer=optimizer).values(slot)
   assert cases.lists(found) == [[10.0] * 2, [20.0] * 2]
-  assert cases.values(slot) == [
-    *([[10.0] * 2] * 2),
-    *([[20.0] * 2] * 2),
-  ]
+  assert cases.values(slot) == [*([[10.0] * 2] * 2), *([[20.0] * 2] * 2)]
   plain = tf.keras.optimizers.SGD()
   assert cases.group_values(weight, plain) == [[10.0, 10.0]]
   with testbed.mirrored().scope():  # It was made outside, and exists once.

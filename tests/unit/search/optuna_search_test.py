@@ -418,9 +418,7 @@ def test_the_winner_keeps_its_choice_in_a_new_process(
   ]
   study = make_study([])
   search = callbacks.OptunaSearch(
-    study,
-    lambda t: dict(settings[t.number % 4]),
-    **{"trials": 4, "epochs": 2},
+    study, lambda t: dict(settings[t.number % 4]), **{"trials": 4, "epochs": 2}
   )
   with VectorizedStrategy(2).scope():
     model = build(layers.TunableDropout(0.5, seed=1))

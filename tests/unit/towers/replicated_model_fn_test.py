@@ -97,8 +97,7 @@ class CalledObject:
     (lambda mode, x: TowerSpec(mode, predictions=x), [1.0, 2.0]),
     (
       lambda features, **options: TowerSpec(
-        options["mode"],
-        predictions=options["params"]["a"] * options["labels"],
+        options["mode"], predictions=options["params"]["a"] * options["labels"]
       ),
       [21.0, 28.0],
     ),
@@ -141,8 +140,7 @@ def test_defaults_stay_and_params_are_each_tower_s_own() -> None:
 
 
 @pytest.mark.parametrize(
-  ("devices", "mode"),
-  [(FOUR[::-1], "function"), (("CPU:2", "CPU:2"), "eager")],
+  ("devices", "mode"), [(FOUR[::-1], "function"), (("CPU:2", "CPU:2"), "eager")]
 )
 def test_operations_are_on_their_tower_s_device(
   devices: Any, mode: str

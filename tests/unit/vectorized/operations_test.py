@@ -303,9 +303,7 @@ def _shapes() -> dict[str, Case]:
       np.float32(2),
     )
     add(
-      f"BroadcastTo {shape}",
-      lambda x, s=shape: tf.broadcast_to(x, [2, *s]),
-      x,
+      f"BroadcastTo {shape}", lambda x, s=shape: tf.broadcast_to(x, [2, *s]), x
     )
     add(f"EnsureShape {shape}", lambda x, s=shape: tf.ensure_shape(x, s), x)
     for depth_axis in (-1, 0, rank):
@@ -362,11 +360,7 @@ def _shapes() -> dict[str, Case]:
         x,
         np.int32(1) * (shape[0] > 1),
       )
-      add(
-        f"Slice {shape}",
-        lambda x, r=rank: tf.slice(x, [0] * r, [-1] * r),
-        x,
-      )
+      add(f"Slice {shape}", lambda x, r=rank: tf.slice(x, [0] * r, [-1] * r), x)
       add(
         f"Slice {shape} own",
         lambda x, b, r=rank: tf.slice(x, b, [1] * r),

@@ -331,9 +331,7 @@ def test_whole_batches(strategy: VectorizedStrategy) -> None:
     assert last == [[10, 11]] * N
 
 
-def test_fit_takes_batches_of_all_dtypes(
-  strategy: VectorizedStrategy,
-) -> None:
+def test_fit_takes_batches_of_all_dtypes(strategy: VectorizedStrategy) -> None:
   """The model is built from one model's batch, not from the batches' mean."""
   x = np.arange(6.0, dtype="float32").reshape(6, 1)
   words = tf.constant([["a"], ["b"]] * 3)

@@ -36,9 +36,7 @@ def test_a_checkpoint_restores_all_models(
 @needs_tf_keras
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoints_of_tf_keras_in_mixed_precision(
-  asynchronous: bool,
-  strategy: VectorizedStrategy,
-  tmp_path: pathlib.Path,
+  asynchronous: bool, strategy: VectorizedStrategy, tmp_path: pathlib.Path
 ) -> None:
   """Restoring sets all copies to the value in the file."""
   home, _ = training.KERASES["tf_keras"]

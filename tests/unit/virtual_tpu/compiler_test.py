@@ -47,10 +47,7 @@ class TestCompileFor:
     trained = testbed.copies(weights)
     assert not np.array_equal(trained[0], trained[2])
     x = np.ones([2, 6], np.float32)
-    for fn, arg in (
-      (tf.function(step), tf.constant(x)),
-      (on_host, x),
-    ):
+    for fn, arg in ((tf.function(step), tf.constant(x)), (on_host, x)):
       report = virtual_tpu.compile_for(TOPOLOGY, fn, [arg], strategy=strategy)
       assert report.collectives == _sum_over(PAIRS)
       assert report.wire_bytes == 72

@@ -57,10 +57,7 @@ class RowLookup(abc.ABC):
   >>> import tensorflow as tf
   >>> from tf_cross_shard import CrossShardOptimizer, layers
   >>> model = tf.keras.Sequential(
-  ...   [
-  ...     tf.keras.Input((2,), dtype="int32"),
-  ...     layers.Embedding(1000, 4),
-  ...   ]
+  ...   [tf.keras.Input((2,), dtype="int32"), layers.Embedding(1000, 4)]
   ... )
   >>> optimizer = CrossShardOptimizer("adam", lazy_rows=True)
   >>> model.compile(optimizer, "mse")

@@ -89,10 +89,7 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
 def read(target: epath.Path, i: int, model: Any) -> Any:
   """Gives a plain model the weights of model i in a file; see `Models.read`."""
   state = group_state.GroupState(None, model, with_optimizer=False)
-  with (
-    archive.naming_damage(target, OSError),
-    archive.reading(target) as file,
-  ):
+  with archive.naming_damage(target, OSError), archive.reading(target) as file:
     saved = _saved_groups(file)
     if i not in range(len(saved)):
       raise CheckpointError(

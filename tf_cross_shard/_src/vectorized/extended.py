@@ -242,10 +242,7 @@ class ModelsExtended(
     def replica_fn(*tensors: tf.Tensor) -> Any:
       replica_context.mark_replica_program()
       args, kwargs = given.bind(tensors)
-      with (
-        strategy.scope(),
-        self._context_class(strategy, 0),
-      ):
+      with strategy.scope(), self._context_class(strategy, 0):
         results = arguments.as_results(fn(*args, **kwargs))
       structure[:] = [results]
       leaves = tf.nest.flatten(results, expand_composites=True)

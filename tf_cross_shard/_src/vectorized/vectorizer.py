@@ -116,10 +116,7 @@ def wrap(tensor: tf.Tensor, is_stacked: bool) -> Wrapped:
 
 
 def vectorize(
-  function: Any,
-  count: int,
-  inputs: Sequence[tf.Tensor],
-  stacks: dict[int, Any],
+  function: Any, count: int, inputs: Sequence[tf.Tensor], stacks: dict[int, Any]
 ) -> list[Wrapped]:
   """Adds a model's program, for all models, to the graph being built."""
   conversion = Conversion(count)
