@@ -1,5 +1,6 @@
 """Converters of operations that pfor converts wrongly, or does not know."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import tensorflow as tf
@@ -33,27 +34,6 @@ def _unique(call: Call) -> Any:
   return [wrap(indices, True), wrap(position, True)]
 
 
-@converts("Pad", "PadV2", forced=False)
-def _pad(call: Call) -> Any:
-  """Pads, with zeros or a number. pfor pads with zeros only."""
-  rank = call.op.inputs[0].shape.rank
-  # TensorFlow pads six axes.
-  if rank is None or rank > 5 or any(x.is_stacked for x in call.inputs[1:]):
-    return vectorizer.in_loop(call)
-  value = call.input(2).t if call.num_inputs > 2 else 0
-  padded = tf.pad(
-    call.input(0).t,
-    tf.pad(call.input(1).t, [[1, 0], [0, 0]]),
-    constant_values=value,
-  )
-  return [wrap(padded, True)]
-
-
-@converts("Bitcast", forced=False)
-def _bitcast(call: Call) -> Any:
-  return [wrap(tf.bitcast(call.input(0).t, call.op.outputs[0].dtype), True)]
-
-
 @converts("L2Loss", forced=False)
 def _l2_loss(call: Call) -> Any:
   tensor = call.input(0).t
@@ -70,61 +50,6 @@ def _zeros(call: Call) -> Any:
   return [wrap(zeros, given.is_stacked)]
 
 
-# pfor's converters are right for four axes only.
-
-
-@converts("BiasAdd", forced=False)
-def _bias_add(call: Call) -> Any:
-  """Adds a number for each channel, the last axis or axis 1."""
-  value, bias = call.input(0), call.input(1)
-  rank = call.op.inputs[0].shape.rank
-  if rank is None:
-    return vectorizer.in_loop(call)
-  is_first = call.get_attr("data_format") == b"NCHW"
-  ones = [1] * (rank - 2)
-  shape = [-1, *ones] if is_first else [*ones, -1]
-  size = tf.shape(bias.t)[-1]
-  shape = [size if x == -1 else x for x in [1, *shape]]
-  count = [tf.shape(bias.t)[0]] if bias.is_stacked else []
-  return [wrap(value.t + tf.reshape(bias.t, [*count, *shape]), True)]
-
-
-@converts("BiasAddGrad", forced=False)
-def _bias_add_grad(call: Call) -> Any:
-  gradient, rank = call.input(0).t, call.op.inputs[0].shape.rank
-  if rank is None:
-    return vectorizer.in_loop(call)
-  channel = 1 if call.get_attr("data_format") == b"NCHW" else rank - 1
-  axes = [i + 1 for i in range(rank) if i != channel]
-  return [wrap(tf.reduce_sum(gradient, axes), True)]
-
-
-@converts("Squeeze", forced=False)
-def _squeeze(call: Call) -> Any:
-  """Drops axes of size 1. Without axes, pfor's drops that of one model."""
-  value, axes = call.input(0).t, call.get_attr("squeeze_dims")
-  if axes:
-    axes = [i + 1 if i >= 0 else i for i in axes]
-    return [wrap(tf.squeeze(value, axes), True)]
-  sizes = tf.shape(value)
-  kept = tf.concat([[True], sizes[1:] != 1], axis=0)
-  before = call.op.inputs[0].shape
-  shape = tf.boolean_mask(sizes, kept)
-  if before.is_fully_defined():
-    shape = [vectorizer.num_models(call), *(x for x in before if x != 1)]
-  return [wrap(tf.reshape(value, shape), True)]
-
-
-@converts("Softmax", "LogSoftmax", forced=False)
-def _softmax(call: Call) -> Any:
-  """Computes a softmax over the last axis; TensorFlow takes five axes."""
-  value = call.input(0).t
-  shape = tf.shape(value)
-  flat = tf.reshape(value, tf.stack([-1, shape[-1]]))
-  flat = getattr(_raw, call.op_type)(logits=flat)
-  return [wrap(tf.reshape(flat, shape), True)]
-
-
 @converts("SoftmaxCrossEntropyWithLogits", forced=False)
 def _cross_entropy(call: Call) -> Any:
   """Repeats logits or labels of one row, which the operation takes."""
@@ -139,47 +64,49 @@ def _cross_entropy(call: Call) -> Any:
   return [wrap(loss, True), wrap(tf.reshape(gradient, shape), True)]
 
 
-# pfor adds 1 to negative axes, too, and so moves the models.
-
-
-def _axes(call: Call, i: int) -> tf.Tensor:
-  """Returns axes that count from the first one, with that of the models."""
-  axes = call.unstacked_input(i)
-  rank = tf.cast(tf.rank(call.input(0).t) - 1, axes.dtype)
-  return tf.where(axes < 0, axes + rank, axes) + 1
-
-
 @converts("Transpose", "ConjugateTranspose", forced=False)
 def _transpose(call: Call) -> Any:
+  """Transposes; pfor adds 1 to negative axes, too, and so moves the models."""
   if not call.input(0).is_stacked or call.input(1).is_stacked:
     return vectorizer.in_loop(call)
-  order = tf.concat([[0], _axes(call, 1)], axis=0)
-  operation = getattr(_raw, call.op_type)
-  return [wrap(operation(x=call.input(0).t, perm=order), True)]
+  value, axes = call.input(0).t, call.input(1).t
+  rank = tf.cast(tf.rank(value) - 1, axes.dtype)
+  order = tf.concat([[0], tf.where(axes < 0, axes + rank, axes) + 1], axis=0)
+  return [wrap(getattr(_raw, call.op_type)(x=value, perm=order), True)]
 
 
-@converts("Roll", forced=False)
-def _roll(call: Call) -> Any:
-  if any(x.is_stacked for x in call.inputs[1:]):
-    return vectorizer.in_loop(call)
-  value, shift = call.input(0).t, call.input(1).t
-  return [wrap(_raw.Roll(input=value, shift=shift, axis=_axes(call, 2)), True)]
+def _is_bias_right(call: Call) -> bool:
+  """Returns whether pfor finds the channels."""
+  value, is_bias_stacked = call.op.inputs[0], call.inputs[-1].is_stacked
+  if call.get_attr("data_format") == b"NCHW":
+    return bool(value.shape.rank == 4)
+  return is_bias_stacked or (value.shape.rank or 9) < 5
 
 
-# pfor's converters fail for some inputs.
+# Where pfor's converters are right. TensorFlow has a limit of axes for some.
+_RIGHT_ONLY_IF: Final[dict[str, Callable[[Call], bool]]] = {
+  **dict.fromkeys(("BiasAdd", "BiasAddGrad"), _is_bias_right),
+  **dict.fromkeys(
+    ("Softmax", "LogSoftmax"),
+    lambda call: (call.op.inputs[0].shape.rank or 9) < 5,
+  ),
+  "Fill": lambda call: (
+    not call.input(0).is_stacked and call.input(0).t.dtype == tf.int32
+  ),
+  "Pad": lambda call: (
+    not call.input(1).is_stacked and (call.op.inputs[0].shape.rank or 9) < 6
+  ),
+  # Without axes, it would also drop that of the models, if it is 1.
+  "Squeeze": lambda call: (
+    bool(call.get_attr("squeeze_dims")) or vectorizer.num_models(call) > 1
+  ),
+  **dict.fromkeys(
+    ("ApproximateEqual", "ClipByValue", "PadV2", "Roll"), lambda call: False
+  ),
+}
 
 
-# Rare ones. tf.clip_by_value is made of two others.
-converts("ApproximateEqual", "ClipByValue", forced=False)(vectorizer.in_loop)
-
-
-@converts("Fill", forced=False)
-def _fill(call: Call) -> Any:
-  dims, value = call.unstacked_input(0), call.input(1).t
-  rank = call.op.outputs[0].shape.rank
-  if rank is None:
-    return vectorizer.in_loop(call)
-  count = vectorizer.num_models(call)
-  value = tf.reshape(value, [count, *[1] * rank])
-  shape = tf.concat([tf.constant([count], dims.dtype), dims], axis=0)
-  return [wrap(tf.broadcast_to(value, shape), True)]
+@converts(*_RIGHT_ONLY_IF, forced=False)
+def _by_pfor_or_in_loop(call: Call) -> Any:
+  is_right = _RIGHT_ONLY_IF[call.op_type](call)
+  return (vectorizer.convert_by_pfor if is_right else vectorizer.in_loop)(call)
