@@ -5,7 +5,6 @@ jacobians, also those in other threads, do not see those of a copy.
 """
 
 import builtins
-import functools
 import importlib.util
 import sys
 import types
@@ -14,12 +13,6 @@ from typing import Any, Final
 import tensorflow as tf
 
 _NAME: Final = "tensorflow.python.ops.parallel_for.pfor"
-# The names of pfor that this package uses.
-_NEEDED: Final = (
-  *("PFor", "PForConfig", "WrappedTensor", "wrap", "_create_op", "logging"),
-  *("_fallback_converter", "_pfor_converter_registry", "force_stateful_ops"),
-  "passthrough_stateful_ops",
-)
 
 
 class _Log:
@@ -40,21 +33,7 @@ class _Log:
   debug = info = warning = warn = vlog = ignore
 
 
-@functools.cache
 def load() -> Any:
-  """Returns the copy of pfor, or raises `NotImplementedError`."""
-  try:
-    module = _copy()
-  except (ImportError, AttributeError, TypeError) as error:
-    raise _unsupported(str(error)) from error
-  missing = [name for name in _NEEDED if not hasattr(module, name)]
-  if missing:
-    raise _unsupported(f"it lacks {', '.join(missing)}")
-  module.logging = _Log()
-  return module
-
-
-def _copy() -> Any:
   """Runs the code of pfor in a new module, which is not in `sys.modules`."""
   # The code defines a command-line flag, which only one module may do. So its
   # import of `flags` gets a module whose flags are not registered.
@@ -74,12 +53,5 @@ def _copy() -> Any:
   names["__builtins__"] = {**vars(builtins), "__import__": import_module}
   code = spec.loader.get_code(_NAME)  # type: ignore[attr-defined]
   exec(code, names)
+  names["logging"] = _Log()
   return module
-
-
-def _unsupported(reason: str) -> NotImplementedError:
-  return NotImplementedError(
-    "VectorizedStrategy uses private parts of TensorFlow 2.16 to 2.21, which"
-    f" TensorFlow {tf.__version__} does not have: {reason}."
-    " Train the models in separate fits."
-  )

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core import single_program, validation
-from tf_cross_shard._src.vectorized import extended, replica_context, vectorizer
+from tf_cross_shard._src.vectorized import extended, replica_context
 
 
 class NestedRunError(RuntimeError):
@@ -56,7 +56,6 @@ class OneProgramStrategy(tf.distribute.Strategy):
     num_replicas = validation.check_integer(
       "num_replicas", num_replicas, "Pass, for example, 8."
     )
-    vectorizer.check_version()
     super().__init__(self._extended_class(self, num_replicas))
 
   @property

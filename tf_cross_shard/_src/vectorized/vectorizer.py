@@ -42,6 +42,7 @@ _registry: Final[dict[str, Converter]] = pfor._pfor_converter_registry
 # pfor's own converters of the operations that this package converts.
 _BY_PFOR: Final[dict[str, Converter]] = {}
 _in_loop_by_pfor: Final[Any] = pfor._fallback_converter
+_create_op: Final[Any] = pfor._create_op
 
 
 class Conversion(pfor.PForConfig):  # type: ignore[name-defined]
@@ -79,11 +80,6 @@ class Rewriter(pfor.PFor):  # type: ignore[name-defined]
 pfor.PFor = Rewriter
 # A stacked list, and an optional of stacked tensors, is one variant.
 pfor._is_variant_with_internal_stacking = lambda x: x.dtype == tf.variant
-
-
-def check_version() -> None:
-  """Raises `NotImplementedError` if TensorFlow lacks a part of pfor."""
-  private_pfor.load()
 
 
 def converts(
@@ -233,9 +229,7 @@ def _run_for(call: Call, model: Any) -> Any:
   """Runs an operation for one model; returns its outputs, or the operation."""
   inputs = [x.t[model] if x.is_stacked else x.t for x in call.inputs]
   dtypes = [x.dtype for x in call.op.outputs]
-  made = pfor._create_op(
-    call.op_type, inputs, dtypes, attrs=call.op.node_def.attr
-  )
+  made = _create_op(call.op_type, inputs, dtypes, attrs=call.op.node_def.attr)
   return made.outputs or made
 
 
