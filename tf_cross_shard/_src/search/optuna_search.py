@@ -147,8 +147,9 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     weakref.finalize(self, self._trials.end)
     self._best = weights_lib.BestWeights(self._trials.sign, self._folder)
     self._running: list[study_lib.Running | None] = []
-    # By name, the initial values of each model.
+    # The initial values of each model, and those of its trial's best epoch.
     self._initial: group_state.Values = {}
+    self._kept: group_state.Values = {}
     self._has_trained = False
 
   @property
@@ -199,7 +200,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._direction()
     num_models = len(self.keys)
     self._running = [None] * num_models
-    self._best.kept = [{} for _ in range(num_models)]
+    self._kept = {}
     self._has_trained = False
     self._trials.begin(folders[0] if folders else "")
     if self._trials.asked >= self.trials:
@@ -207,8 +208,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       keras_fit.begin_at(self.model, self.params["epochs"])
     self._settings.prepare(self.model, self._trials.probe(), num_models)
     checkpoint.build_optimizer(self.model.optimizer, self.model)
-    state = self._state_of_trials()
-    self._initial, self._best.rates = state.read(), state.rates
+    self._initial = self._state_of_trials().read()
 
   def _direction(self) -> float:
     try:
@@ -264,11 +264,12 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
         is_best = running.best_epoch == len(running.values) - 1
         if is_best and self._best.may_win(running):
           better.append(i)
+      state = self.state_of_groups()
       if better:
-        self._best.keep(better, self.state_of_groups())
+        self._kept = state.take(better, self._kept)
       for i, running in ended:
-        is_complete = len(running.values) == self.epochs
-        self._best.finish(i, running, is_complete)
+        if len(running.values) == self.epochs:
+          self._best.finish(running, state, i, self._kept)
       self._start([i for i, _ in ended])
     if not any(self._running):
       self.model.stop_training = True
@@ -360,10 +361,10 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     # JSON, which does not round floats, in the form of an array for a file.
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     state = {**super().state(), "search": text}
-    initial = {name: np.stack(rows) for name, rows in self._initial.items()}
-    parts = {"initial": initial, **self._best.state()}
-    for kind, arrays in parts.items():
-      state |= {f"{kind}/{name}": array for name, array in arrays.items()}
+    weights = {name: [array] for name, array in self._best.weights.items()}
+    parts = {"initial": self._initial, "kept": self._kept, "weights": weights}
+    for kind, values in parts.items():
+      state |= {f"{kind}/{name}": np.stack(v) for name, v in values.items()}
     return state
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -381,15 +382,15 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
         f" {about['plan']}, but those of OptunaSearch are {plan}. Use the same"
         " as before, or delete the backup."
       )
-
-    parts: dict[str, weights_lib.Weights] = {}
+    parts: dict[str, group_state.Values] = {"kept": {}, "weights": {}}
     for key, array in state.items():
       kind, _, name = key.partition("/")
-      parts.setdefault(kind, {})[name] = array
+      if name:
+        parts.setdefault(kind, {})[name] = list(array)
     self._running = [r and study_lib.Running(**r) for r in about["running"]]
-    best = about["best"] and study_lib.Running(**about["best"])
-    self._best.set_state(best, parts)
-    self._initial = {n: list(rows) for n, rows in parts["initial"].items()}
+    self._best.best = about["best"] and study_lib.Running(**about["best"])
+    self._best.weights = {n: v[0] for n, v in parts["weights"].items()}
+    self._initial, self._kept = parts["initial"], parts["kept"]
     self._trials.resume(about["fit"], self._running)
     self._settings.write(self.model, self._running)
     self.model.stop_training = not any(self._running) and (
