@@ -356,13 +356,9 @@ def _check(
       expected = f"{dtype} {list(each.variable.shape)}"
       actual = f"{dtypes[source].name} {shapes[source]}"
       if expected != actual:
+        lines += [] if lines else ["Shapes or dtypes differ:"]
         words = f"{expected} in the model, {actual} in {source}"
         lines.append(f"  {each.name}: {words}")
-  if lines:
-    raise ValueError(
-      "Shapes or dtypes differ:\n" + "\n".join(lines) + "\nBuild the model as"
-      " it was in TensorFlow 1, or match the variables with `names`."
-    )
   # `names` has something else for a variable whose default is not used.
   defaults = {each.default for each in wanted}
   known = {*shapes, *done.matched, *done.unmatched_in_model}
@@ -375,7 +371,7 @@ def _check(
     }
     for unmatched in (done.unmatched_in_checkpoint, done.unmatched_in_model)
   )
-  lines = _listed("in `names` only", dict.fromkeys(unused, ()))
+  lines += _listed("in `names` only", dict.fromkeys(unused, ()))
   lines += _listed("in the checkpoint only", theirs)
   lines += _listed("in model and optimizer only", ours)
   if lines:
