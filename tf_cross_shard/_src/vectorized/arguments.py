@@ -1,15 +1,13 @@
 """Values that differ between replicas, as one tensor.
 
-    layout    tensor      replica i has
-    STACKED   [N, ...]    element i
-    SHARED    [...]       all of it
+    stacked   [N, ...]    replica i has element i
+    shared    [...]       each replica has all of it
 
 Datasets return such values, `strategy.run` takes and returns them, and nothing
 is split into N tensors in between. Code that asks for the values of a
 `PerReplica`, as Keras does, gets the parts.
 """
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,21 +17,14 @@ from tensorflow.python.distribute import distribute_utils, values
 from tf_cross_shard._src.core import variables as variables_lib
 
 
-class Layout(enum.Enum):
-  """How a tensor stores the values of all replicas."""
-
-  STACKED = "stacked"
-  SHARED = "shared"
-
-
 class ReplicaValues(values.PerReplica):
   """A value for each replica, as one tensor."""
 
-  def __init__(self, tensor: Any, count: int, layout: Layout) -> None:
+  def __init__(self, tensor: Any, count: int, is_stacked: bool = True) -> None:
     # Not the constructor of the base class, which sets `_values`.
     self.tensor = tensor
     self.count = count
-    self.layout = layout
+    self.is_stacked = is_stacked
     self._parts: tuple[Any, ...] | None = None
 
   # What Keras' `train_on_batch` reads.
@@ -45,8 +36,7 @@ class ReplicaValues(values.PerReplica):
   @property
   def shape(self) -> tf.TensorShape:
     """The shape of each replica's value."""
-    is_stacked = self.layout == Layout.STACKED
-    return self.tensor.shape[1:] if is_stacked else self.tensor.shape
+    return self.tensor.shape[1:] if self.is_stacked else self.tensor.shape
 
   def __array__(self, *args: Any, **kwargs: Any) -> Any:
     """Raises the error of Keras' `fit`, which asks for arrays."""
@@ -67,14 +57,14 @@ class ReplicaValues(values.PerReplica):
     return self._parts
 
   def _split(self) -> tuple[Any, ...]:
-    if self.layout == Layout.SHARED:
-      return (self.tensor,) * self.count
-    return tuple(tf.unstack(self.tensor, self.count))
+    if self.is_stacked:
+      return tuple(tf.unstack(self.tensor, self.count))
+    return (self.tensor,) * self.count
 
   @property
   def _type_spec(self) -> tf.TypeSpec:
     spec = tf.type_spec_from_value(self.tensor)
-    return ReplicaValuesSpec(spec, self.count, self.layout)
+    return ReplicaValuesSpec(spec, self.count, self.is_stacked)
 
 
 def per_model(values: Any) -> Any:
@@ -118,7 +108,7 @@ def per_model(values: Any) -> Any:
         f" model; got shape {tensor.shape}. Use tf.ensure_shape(values, [n,"
         " None, ...]), and tf.stack for a list."
       )
-    return ReplicaValues(tensor, tensor.shape[0], Layout.STACKED)
+    return ReplicaValues(tensor, tensor.shape[0])
 
   return tf.nest.map_structure(mark, values)
 
@@ -139,19 +129,19 @@ tf.register_tensor_conversion_function(ReplicaValues, _refuse, priority=0)
 class ReplicaValuesSpec(tf.TypeSpec):
   """The type of `ReplicaValues`."""
 
-  __slots__ = ["_count", "_layout", "_spec"]
+  __slots__ = ["_count", "_is_stacked", "_spec"]
 
   def __init__(
-    self, spec: tf.TypeSpec, count: int, layout: Layout | str
+    self, spec: tf.TypeSpec, count: int, is_stacked: bool = True
   ) -> None:
-    self._spec, self._count, self._layout = spec, count, Layout(layout)
+    self._spec, self._count, self._is_stacked = spec, count, is_stacked
 
   @property
   def value_type(self) -> type:
     return ReplicaValues
 
   def _serialize(self) -> tuple[Any, ...]:
-    return self._spec, self._count, self._layout.value
+    return self._spec, self._count, self._is_stacked
 
   @property
   def count(self) -> int:
@@ -166,7 +156,7 @@ class ReplicaValuesSpec(tf.TypeSpec):
     return value.tensor
 
   def _from_components(self, components: Any) -> ReplicaValues:
-    return ReplicaValues(components, self._count, self._layout)
+    return ReplicaValues(components, self._count, self._is_stacked)
 
   # tf.data stores a sparse tensor as one tensor: as the type of the value does.
 
@@ -202,7 +192,7 @@ class ReplicaValuesSpec(tf.TypeSpec):
   def _value_specs(self) -> tuple[tf.TypeSpec, ...]:
     """The type of each replica's value. Keras reads this private name."""
     spec = self._spec
-    if self._layout == Layout.STACKED:
+    if self._is_stacked:
       spec = tf.TensorSpec(spec.shape[1:], spec.dtype)
     return (spec,) * self._count
 
@@ -238,7 +228,7 @@ class Arguments:
   def _reader(self, leaf: Any) -> Callable[[Iterator[tf.Tensor]], Any]:
     """Adds the inputs of a leaf; returns a function that makes the leaf."""
     if isinstance(leaf, ReplicaValues) and leaf.count == self._count:
-      if leaf.layout == Layout.SHARED:
+      if not leaf.is_stacked:
         return lambda inputs: _captured(leaf.tensor)
       self.stacks.append(leaf.tensor)
       return next

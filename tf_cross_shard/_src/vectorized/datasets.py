@@ -77,8 +77,7 @@ def share(
 
   def spec_of(leaf: tf.TypeSpec) -> tf.TypeSpec:
     if not isinstance(leaf, arguments.ReplicaValuesSpec):
-      layout = arguments.Layout.SHARED
-      return arguments.ReplicaValuesSpec(leaf, count, layout)
+      return arguments.ReplicaValuesSpec(leaf, count, is_stacked=False)
     if leaf.count != count:
       raise ValueError(
         f"dataset_per_model or per_model got values of {leaf.count} models, but"

@@ -217,13 +217,11 @@ class ModelsExtended(
     outputs = vectorizer.vectorize(
       function, self.num_copies, given.stacks, stacks
     )
-    return arguments.pack_results(structure, list(map(self._values, outputs)))
-
-  def _values(self, converted: Any) -> arguments.ReplicaValues:
-    layout = arguments.Layout.SHARED
-    if converted.is_stacked:
-      layout = arguments.Layout.STACKED
-    return arguments.ReplicaValues(converted.t, self.num_copies, layout)
+    values = [
+      arguments.ReplicaValues(x.t, self.num_copies, x.is_stacked)
+      for x in outputs
+    ]
+    return arguments.pack_results(structure, values)
 
   def variables_of(self, function: Any) -> dict[int, Any]:
     """Returns the captured variables of this strategy, by id of the handle."""
@@ -367,8 +365,7 @@ class ModelsExtended(
     if replica_context.in_replica_program():  # In a merge call.
       return self._combine_here(operation, value)
     parts = list(map(tf.convert_to_tensor, self._local_results(value)))
-    layout = getattr(value, "layout", None)
-    if len(parts) == 1 or layout == arguments.Layout.SHARED:
+    if len(parts) == 1 or not getattr(value, "is_stacked", True):
       total = parts[0]
       if axis is not None:
         total = _mean_or_sum(operation, [total], axis)

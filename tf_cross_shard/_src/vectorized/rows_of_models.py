@@ -100,7 +100,7 @@ def dataset_per_model(
       return arguments.per_model(batch)
     batch = tf.gather(leaf, index)
     if order.ndim == 1:
-      return arguments.ReplicaValues(batch, count, arguments.Layout.SHARED)
+      return arguments.ReplicaValues(batch, count, is_stacked=False)
     return arguments.per_model(batch)
 
   def batches(order: tf.Tensor) -> tf.data.Dataset:

@@ -88,11 +88,8 @@ def batch_elements(
 def _stacked(
   dataset: tf.data.Dataset, count: int, options: Any
 ) -> datasets.StackedDataset:
-  layout = arguments.Layout.STACKED
   return datasets.retyped(
-    dataset,
-    lambda leaf: arguments.ReplicaValuesSpec(leaf, count, layout),
-    options,
+    dataset, lambda leaf: arguments.ReplicaValuesSpec(leaf, count), options
   )
 
 

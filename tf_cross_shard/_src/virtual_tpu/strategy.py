@@ -41,9 +41,8 @@ class VirtualTPUExtended(data_parallel.DataParallelExtended):
       return results
     # tf_keras adds up what replicas return, but no tensors, which metrics of
     # all replicas are under MirroredStrategy.
-    shared = arguments.Layout.SHARED
     return tf.nest.map_structure(
-      lambda x: x.tensor if getattr(x, "layout", None) == shared else x, results
+      lambda x: x if getattr(x, "is_stacked", True) else x.tensor, results
     )
 
 
