@@ -40,13 +40,18 @@ def values_of(call: Call, i: int = 0) -> tf.Tensor:
   return values if source is None else tf.gather(values, source)
 
 
+def _value(call: Call) -> tuple[tf.Tensor, bool]:
+  """Returns what models read of a variable, and whether each has its own."""
+  if vectorizer.has_stack(call, 0):
+    return values_of(call), True
+  # A variable from outside the scope.
+  dtype = call.op.get_attr("dtype")
+  return _raw.ReadVariableOp(resource=call.input(0)[0], dtype=dtype), False
+
+
 @converts("ReadVariableOp")
 def _read(call: Call) -> Any:
-  if not vectorizer.has_stack(call, 0):  # A variable from outside the scope.
-    dtype = call.op.get_attr("dtype")
-    value = _raw.ReadVariableOp(resource=call.input(0)[0], dtype=dtype)
-    return [wrap(value, False)]
-  return [wrap(values_of(call), True)]
+  return [wrap(*_value(call))]
 
 
 @converts("VariableShape")
@@ -71,24 +76,17 @@ def _number(call: Call) -> Any:
 
 @converts("ResourceGather")
 def _gather(call: Call) -> Any:
-  indices, is_stacked, _ = call.input(1)
-  if not vectorizer.has_stack(call, 0):
-    dtype = call.op.get_attr("dtype")
-    table = _raw.ReadVariableOp(resource=call.input(0)[0], dtype=dtype)
-    return [wrap(tf.gather(table, indices), is_stacked)]
-  if is_stacked:
-    return [wrap(tf.gather(values_of(call), indices, batch_dims=1), True)]
-  return [wrap(tf.gather(values_of(call), indices, axis=1), True)]
+  (table, is_own), (indices, is_stacked, _) = _value(call), call.input(1)
+  axis, batch_dims = int(is_own), int(is_own and is_stacked)
+  rows = tf.gather(table, indices, axis=axis, batch_dims=batch_dims)
+  return [wrap(rows, is_own or is_stacked)]
 
 
 @converts("ResourceGatherNd")
 def _gather_nd(call: Call) -> Any:
-  indices = stacked(call, 1)
-  if not vectorizer.has_stack(call, 0):
-    dtype = call.op.get_attr("dtype")
-    table = _raw.ReadVariableOp(resource=call.input(0)[0], dtype=dtype)
-    return [wrap(tf.gather_nd(table, indices), True)]
-  return [wrap(tf.gather_nd(values_of(call), indices, batch_dims=1), True)]
+  table, is_own = _value(call)
+  rows = tf.gather_nd(table, stacked(call, 1), batch_dims=int(is_own))
+  return [wrap(rows, True)]
 
 
 _ASSIGN: Final = {
