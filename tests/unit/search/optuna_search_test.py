@@ -679,6 +679,7 @@ def test_other_names_in_a_later_trial() -> None:
 
 
 def test_other_callbacks(caplog: pytest.LogCaptureFixture) -> None:
+  judge = callbacks.PerModelMetrics(VALIDATION, every=2)
   search = callbacks.OptunaSearch(make_study(), suggest, trials=2, epochs=1)
   model = grouped(VectorizedStrategy(2))
   run(search, model, keras.callbacks.LearningRateScheduler(lambda _: 0.5))
@@ -692,6 +693,15 @@ def test_other_callbacks(caplog: pytest.LogCaptureFixture) -> None:
   model = grouped(VectorizedStrategy(2))
   with pytest.raises(ValueError, match="has monitor='val_nothing'"):
     run(search, model)
+  for every, others in (("every", [judge]), ("validation_freq", [])):
+    search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
+    with pytest.raises(ValueError, match=f"each epoch, but {every} is 2"):
+      model.fit(
+        data(),
+        validation_data=VALIDATION,
+        validation_freq=2,
+        callbacks=[*others, search],
+      )
 
 
 def test_a_direction_that_keras_decides_otherwise() -> None:

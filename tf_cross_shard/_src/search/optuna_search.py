@@ -180,11 +180,14 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
           " to finish, but OptunaSearch trains several trials per model."
           f" Remove {type(other).__name__}; use a pruner of the study."
         )
-      if getattr(other, "every", 1) != 1 and other.prefix:
-        raise ValueError(
-          "OptunaSearch needs metrics after each epoch, but PerModelMetrics has"
-          f" every={getattr(other, 'every', 1)}. Use every=1."
-        )
+    of_fit = keras_private.arguments_of_fit().get("validation_freq", 1)
+    every = getattr(self._judge, "every", of_fit if self._prefix else 1)
+    if every != 1:
+      name = "every" if self._judge else "validation_freq"
+      raise ValueError(
+        f"OptunaSearch needs {self.monitor!r} after each epoch, but {name} is"
+        f" {every}. Use {name}=1."
+      )
     for name in ("LearningRateScheduler", "ReduceLROnPlateau"):
       if keras_private.callback_of_fit(name):
         logging.warning(
