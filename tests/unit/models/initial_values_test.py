@@ -157,33 +157,50 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_built", [False, True])
-@pytest.mark.parametrize("where", ["plain", "wrapped", "groups"])
+@pytest.mark.parametrize("where", ["plain", "own", "wrapped", "groups"])
 def test_slots_begin_as_the_new_weights(where: str, is_built: bool) -> None:
   """Those of ScheduleFreeAdamW are weights: at a rate of 0, none may move."""
 
   def build() -> Any:
     one = keras.layers.Dense(1, use_bias=False)  # of one element
-    layers = [keras.layers.Dense(1, use_bias=False), one]
-    return keras.Sequential([keras.Input((4,)), *layers])
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), one])
 
   mirrored = where == "groups"
   with (testbed.mirrored(2) if mirrored else VectorizedStrategy(2)).scope():
     model = build()
-    optimizer = keras.optimizers.ScheduleFreeAdamW(0.0)
-    if where != "plain":
+    kind = keras.optimizers.ScheduleFreeAdamW
+    if where == "own":
+      kind = type("Own", (kind,), {})
+    optimizer = kind(0.0)
+    if where in ("wrapped", "groups"):
       optimizer = keras3.CrossShardOptimizer(
         optimizer, group_assignment=[[0], [1]]
       )
     model.compile(optimizer, "mse")
     if is_built:
+      model.set_weights([1 + weight for weight in model.get_weights()])
       optimizer.build(model.trainable_variables)
   models = Models(model)
   models.initialize(build, seeds=[0, 1])
   before = [models.values(weight) for weight in model.weights]
   model.fit(X, Y, batch_size=8, verbose=0)
   for weight, values in zip(model.weights, before, strict=True):
-    assert np.abs(values[0] - values[1]).max() > 0.1
+    assert (np.abs(values[0] - values[1]).max() > 0.1) == (values.ndim > 2)
     np.testing.assert_allclose(models.values(weight), values, atol=1e-6)
+
+
+def test_an_optimizer_that_names_its_slots_as_weights() -> None:
+
+  def build() -> Any:
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+
+  with VectorizedStrategy(2).scope():
+    model = build()
+    model.compile(keras.optimizers.Adafactor(), "mse")
+    model.optimizer.build(model.trainable_variables)
+  Models(model).initialize(build, seeds=[0, 1])
+  first, second = Models(model).values(model.weights[0])
+  assert np.abs(first - second).max() > 0.1
 
 
 @pytest.mark.tf_keras_mode

@@ -64,7 +64,8 @@ def initialize(
     built = [_build(keras, state, build, seed, optimizers) for seed in numbers]
     initial = _initial_state(optimizer, model)
     for path, each in optimizers.items():
-      if built[0][1].get(path) and not nested_lib.is_built(each):
+      begins_otherwise = any(map(np.any, built[0][1][path].values()))
+      if begins_otherwise and not nested_lib.is_built(each):
         *_, base = nested_lib.nested_optimizers(each)
         with keras_private.strategy(base).scope():
           each.build(model.trainable_variables)
@@ -81,10 +82,13 @@ def initialize(
     arrays = state.copies.read(copy, replicas)[here.start : here.stop]
     state.copies.write(variable, arrays)
   for path, slots in built[0][1].items():
-    every = optimizer_state.state_variables(optimizers[path]) if slots else []
-    for name, variable in every:
+    if not (slots and nested_lib.is_built(optimizers[path])):
+      continue
+    for name, variable in optimizer_state.state_variables(optimizers[path]):
       if name in slots:
-        arrays = [built[i][1][path][name] for i in models]
+        # Slots of 0 look like weights only where a model's are 0.
+        others = (built[i][1][path] for i in models)
+        arrays = [of_model.get(name, slots[name]) for of_model in others]
         state.copies.write(variable, arrays)
   group_state.accept_values(optimizer)
 
@@ -139,24 +143,28 @@ def _slots(
   trained = {id(replicas_lib.native(v)) for v in tracked.trained_by(optimizer)}
   variables = made.trainable_variables
   if trained:
+    by_id = {id(replicas_lib.native(v)): v for v in made.variables}
     variables = [
-      receivers[entry.name]
+      by_id[id(receivers[entry.name])]
       for entry in state.entries
       if id(replicas_lib.native(entry.variable)) in trained
     ]
-  elif type(base).__module__.split(".")[0] not in keras_private.KERASES:
-    return {}  # The configuration of a class of one's own may not be enough.
   config = base.get_config()
   if "learning_rate" in config:
     config["learning_rate"] = 0.0  # tf_keras would ask PerModel for a model's.
-  copy = type(base).from_config(config)
+  try:
+    copy = type(base).from_config(config)
+  except TypeError:
+    if trained or type(base).__module__.split(".")[0] in keras_private.KERASES:
+      raise
+    return {}  # The configuration of a class of one's own may not be enough.
   copy.build(variables)
   weights = [np.asarray(v.numpy()) for v in variables]
   slots = _values(dict(optimizer_state.state_variables(copy)))
   return {
     name: slot
     for name, slot in slots.items()
-    if slot.any()
+    if slot.size
     and (
       slot.min() != slot.max()
       or (slot.ndim and any(np.array_equal(slot, w) for w in weights))
