@@ -243,9 +243,9 @@ def test_a_number_with_weights_of_examples(library: Any, package: Any) -> None:
   assert testbed.copies(ours)[0].tolist() == np.asarray(expected).tolist()
 
 
-def _single(library: Any, optimizer: Any, loss: Any) -> Any:
+def _single(library: Any, optimizer: Any, loss: Any, kind: Any = None) -> Any:
   dense = library.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-  model = library.Sequential([library.Input((3,)), dense])
+  model = (kind or library.Sequential)([library.Input((3,)), dense])
   model.compile(optimizer, loss)
   return model
 
@@ -256,7 +256,7 @@ def _single(library: Any, optimizer: Any, loss: Any) -> Any:
     (0, "mean sum number", None, ["loss one_number returns one number"]),
     (1, "mean sum number", None, ["loss one_number returns one number"]),
     # What this warning says to pass instead.
-    (0, "number", "replica", []),
+    (0, "number", "global", []),
     (1, "number", "global", []),
     (0, "mean", "replica", ["mean_squared_error by 0.5", "right factor is 2"]),
     (1, "mean sum", "global", ["mean_squared_error by 2", "factor is 1"]),
@@ -294,27 +294,55 @@ def test_what_is_logged(
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
-def test_an_overridden_compute_loss_is_named(
-  library: Any, package: Any, log: pytest.LogCaptureFixture
+@pytest.mark.parametrize("argument", [None, "global"])
+@pytest.mark.parametrize("kind", ["loss", "step", "compiled", "super"])
+def test_a_model_with_a_step_or_a_loss_of_its_own(
+  library: Any, package: Any, kind: str, argument: str | None, said: list[str]
 ) -> None:
-  class OwnLoss(library.Sequential):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-      return 2.0 * super().compute_loss(*args, **kwargs)
+  """You get a warning where only you know over what the loss is averaged."""
 
-  for argument in (None, "global"):
-    log.clear()
-    with testbed.mirrored().scope():
-      optimizer = package.CrossShardOptimizer(
-        "sgd",
-        group_assignment=testbed.GROUPINGS["contiguous"],
-        loss_averaged_over=argument,
-      )
-      OwnLoss([library.layers.Dense(1)]).compile(optimizer, "mse")
-    if argument is None:
-      assert "OwnLoss overrides compute_loss" in log.text
-      assert "by 2." in log.text
-    else:
-      assert log.messages == []
+  class Model(library.Sequential):
+    pass
+
+  def compute_loss(
+    self: Any, x: Any, y: Any, pred: Any, *_: Any, **__: Any
+  ) -> Any:
+    return tf.reduce_mean((y - pred) ** 2) / testbed.REPLICAS
+
+  def train_step(self: Any, data: Any) -> Any:
+    loss_of = compute_loss if kind == "step" else Model.compute_loss
+    weights = self.trainable_variables
+    with tf.GradientTape() as tape:
+      loss = loss_of(self, data[0], data[1], self(data[0]))
+      scaled = self.optimizer.scale_loss(loss)
+    grads = tape.gradient(scaled, weights)
+    self.optimizer.apply_gradients(zip(grads, weights, strict=True))
+    return {"loss": loss}
+
+  if kind == "loss":
+    Model.compute_loss = compute_loss
+  elif kind == "super":
+    Model.train_step = lambda self, data: super(Model, self).train_step(data)
+  else:
+    Model.train_step = train_step
+  sgd = library.optimizers.SGD
+  with testbed.mirrored().scope():
+    optimizer = package.CrossShardOptimizer(
+      sgd(2.0**-8),
+      group_assignment=testbed.GROUPINGS["contiguous"],
+      loss_averaged_over=argument,
+    )
+    model = _single(library, optimizer, "mse", Model)
+  plain = _single(library, sgd(2.0**-8), "mse")
+  for each, rows in ((model, ROWS), (plain, ROWS // 2)):
+    each.fit(X[:rows], Y[:rows], batch_size=rows, shuffle=False, verbose=0)
+  [ours], [expected] = model.weights, plain.weights
+  np.testing.assert_allclose(testbed.copies(ours)[0], expected, rtol=1e-6)
+  words = "over all replicas' examples, and multiplies it by 2."
+  warns = argument is None and kind in ("loss", "step")
+  assert [words in line for line in said if "averaged" in line] == [
+    True
+  ] * warns
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)

@@ -168,6 +168,7 @@ def test_a_multi_optimizer_does_not_scale_the_loss(
     ours = CrossShardOptimizer(
       SGD(1.0),
       group_assignment=testbed.GROUPINGS["contiguous"],
+      loss_averaged_over="global",
       scale_gradients=scale_gradients,
     )
     optimizers = keras.optimizers

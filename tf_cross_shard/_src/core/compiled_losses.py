@@ -1,11 +1,8 @@
-"""Makes the losses of `compile` what `fit` assumes about them.
+"""What `compile` of Keras' models does besides: the losses and the loss scale.
 
 In `fit`, the factor of the mean assumes that Keras has divided the loss by the
-number of replicas. Keras does not divide every loss: see
-`LossConvention.for_compiled`. Only the model knows its losses one by one; the
-optimizer receives their sum. And Keras never tells an optimizer its model.
-So `compile` of Keras' models is extended: if a model is compiled with
-a CrossShardOptimizer, each loss that is undivided is multiplied by a number.
+number of replicas. Keras does not divide sums. Only the model knows its losses
+one by one, and Keras never tells an optimizer its model: `compile` wraps them.
 """
 
 import contextlib
@@ -23,6 +20,7 @@ from tf_cross_shard._src.core import (
   optimizer_state,
   single_program,
 )
+from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
@@ -36,64 +34,60 @@ class CompiledLoss:
   """A loss of `compile`, multiplied so that the optimizer's factor is right."""
 
   def __init__(
-    self, loss: Any, model: Any, is_divided: Callable[..., bool]
+    self,
+    model: Any,
+    pipeline: pipeline_lib.GradientPipeline,
+    is_all: bool,
+    loss: Any,
   ) -> None:
-    """Wraps a loss object; `is_divided` is whether Keras divides its value."""
-    self.loss = loss
-    self._model = model
-    self._is_divided = is_divided
-
-  @property
-  def name(self) -> Any:
-    return self.loss.name
-
-  @property
-  def reduction(self) -> Any:
-    return self.loss.reduction
-
-  def get_config(self) -> Any:
-    return self.loss.get_config()
+    """Wraps a loss object; `is_all`: the model's loss has no other terms."""
+    self._model, self._pipeline, self._is_all = model, pipeline, is_all
+    self._loss, self.name, self.reduction = loss, loss.name, loss.reduction
 
   def __call__(
     self, y_true: Any, y_pred: Any, sample_weight: Any = None
   ) -> Any:
-    """Returns the value of the loss, times a number if it is undivided."""
-    loss, pipeline = self.loss, _pipeline_of(self._model)
-    here = tf.distribute.get_strategy().num_replicas_in_sync
-    if pipeline is None or here == 1:
+    """Returns the value of the loss, times a number if it is a sum."""
+    loss, pipeline = self._loss, self._pipeline
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
       return loss(y_true, y_pred, sample_weight=sample_weight)
     # Only a training step differentiates its loss. Outside of replicas, Keras
     # builds the loss.
-    in_replica = not tf.distribute.in_cross_replica_context()
-    if in_replica and not record.could_possibly_record():
-      pipeline.warnings.before_evaluating()
-    values = []
+    if not tf.distribute.in_cross_replica_context():
+      if record.could_possibly_record():
+        pipeline.convention.is_in_fit |= self._is_all
+      else:
+        pipeline.warnings.before_evaluating()
+    is_mean = loss.reduction not in ("sum", "none", None)
+    ranks = []
 
     def call(*args: Any) -> Any:
-      values.append(loss.call(*args))
-      return values[-1]
+      values = loss.call(*args)
+      ranks.append(tf.TensorShape(getattr(values, "shape", ())).rank)
+      # Keras 3 divides a mean of several values by the number of replicas, but
+      # not a number, which tf_keras divides, too: make an array of it.
+      if is_mean and ranks[-1] == 0:
+        values = tf.reshape(values, [1, 1])
+      return values
 
-    # Keras reduces what `call` returns, which tells whether this is a number.
     # `copy.copy` would save and load the loss.
     listening = object.__new__(type(loss))
     vars(listening).update(vars(loss), call=call)
     value = listening(y_true, y_pred, sample_weight=sample_weight)
-    # A class that overrides `__call__` need not call `call`.
-    value_of_call = values[-1] if values else value
-    shape = getattr(value_of_call, "shape", ())
+    is_number = (ranks or [tf.TensorShape(value.shape).rank])[-1] == 0
     factor = pipeline.convention.for_compiled(
-      loss.name,
-      reduction=getattr(loss.reduction, "value", loss.reduction),
-      is_number=tf.TensorShape(shape).rank == 0,
+      self.name,
+      is_sum=not is_mean and (loss.reduction == "sum" or not is_number),
+      is_number=is_number,
+      # A class that overrides `__call__` need not call `call`.
+      is_divided=is_mean and bool(ranks),
       is_of_whole_batch=getattr(self._model, WHOLE_BATCH, False),
-      is_divided=bool(values)
-      and self._is_divided(loss, value_of_call, y_pred, sample_weight),
     )
     return value if factor == 1 else value * tf.cast(factor, value.dtype)
 
 
-# Wraps the losses of a compiled model of a Keras.
-wrap_losses: "Final[dict[str, Callable[[Any], None]]]" = {}
+# Wraps the losses of a compiled model of a Keras, once Keras has created them.
+wrap_losses: "Final[dict[str, Callable[[Any, Any], None]]]" = {}
 # Lets a model be built from the batch of one replica, as tf_keras does.
 build_from_one: "Final[dict[str, Callable[[Any], None]]]" = {}
 
@@ -107,13 +101,13 @@ def watch_compile(package: str) -> None:
   """
   # The class that defines `compile`: to see whether a user has overridden it,
   # Keras compares the method with the one of this class.
-  kinds = sys.modules[package].Model.__mro__
-  owner = next(kind for kind in kinds if "compile" in vars(kind))
+  kind = sys.modules[package].Model
+  owner = next(each for each in kind.__mro__ if "compile" in vars(each))
   if not hasattr(owner.compile, _MARK):
-    owner.compile = _watched(package, owner.compile, owner.compute_loss)
+    owner.compile = _watched(package, kind, owner.compile)
 
 
-def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
+def _watched(package: str, kind: Any, keras_compile: Any) -> Any:
   """Returns `compile` with checks, and with wrapped losses."""
 
   @functools.wraps(keras_compile)
@@ -130,7 +124,8 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
     with _scope_of(self), loss_scale.compiling(optimizer):
       keras_compile(self, *args, **kwargs)
     loss_scale.move_inside(self)
-    pipeline = _pipeline_of(self)
+    pipelines = optimizer_state.pipelines_of(self.optimizer)
+    pipeline = next(iter(pipelines), None)
     if pipeline is not None and pipeline.settings.lazy_rows:
       _warn_of_tables(self)
     strategy = self.distribute_strategy
@@ -147,9 +142,17 @@ def _watched(package: str, keras_compile: Any, compute_loss: Any) -> Any:
         f" {type(strategy).__name__}: XLA cannot compile the sum over its"
         " replicas. Leave it out."
       )
-    wrap_losses[package](self)
-    if type(self).compute_loss is not compute_loss:
-      pipeline.convention.warn_of_own_loss(type(self).__name__)
+    own = {
+      name
+      for name in ("compute_loss", "train_step")
+      if getattr(type(self), name) is not getattr(kind, name)
+    }
+    for each in pipelines:
+      each.convention.is_in_fit = not own
+    wrap = functools.partial(
+      CompiledLoss, self, pipeline, "compute_loss" not in own
+    )
+    wrap_losses[package](self, wrap)
 
   setattr(compile_model, _MARK, True)
   return compile_model
@@ -178,9 +181,3 @@ def _warn_of_tables(model: Any) -> None:
       " tf_cross_shard.layers.Embedding, which reads the rows alone.",
       ", ".join(tables),
     )
-
-
-def _pipeline_of(model: Any) -> Any:
-  """Returns the pipeline of the model's CrossShardOptimizer, or None."""
-  optimizer = getattr(model, "optimizer", None)
-  return next(iter(optimizer_state.pipelines_of(optimizer)), None)

@@ -90,7 +90,7 @@ def describe(
       "reduction": settings.reduction,
       "clipping": list(_clipping(pipeline)),
       "loss_averaged_over": settings.loss_averaged_over,
-      "loss_factors": pipeline.convention.factors(),
+      "loss_factors": pipeline.convention.factors,
       "scale_gradients": settings.scale_gradients,
       "calls_per_step": pipeline.calls_per_step,
       "nonfinite": nonfinite,

@@ -1,18 +1,11 @@
-"""Chooses the factor by which a loss is multiplied.
+"""Chooses the factor by which a loss is multiplied; see `core.loss_factor`.
 
-The factor turns the sum over a group into a mean; see `core.loss_factor`.
-It depends on whether the loss is averaged over the examples of one replica or
-of all replicas. Unless you pass `loss_averaged_over`, a default applies. The
-default cannot know where a loss comes from. So you get a warning when a default
-is first used, and when a step sums gradients of a loss that was never scaled.
+The way in decides over which examples the loss is averaged, unless you pass
+`loss_averaged_over`. In `fit`, the losses of `compile` are known.
 """
 
-import sys
-import threading
-import types
-from typing import Any, Final
+from typing import Final
 
-import tensorflow as tf
 from absl import logging
 
 from tf_cross_shard._src.core import loss_factor
@@ -23,13 +16,10 @@ _EXAMPLES: Final = {
   loss_factor.REPLICA: "this replica's examples",
   loss_factor.GLOBAL: "all replicas' examples",
 }
-# Warnings of optimizers with `scale_gradients`. A program that cannot be edited
-# may create many such optimizers, so all of them share one set.
-_shared_warnings: Final[set[str]] = set()
 
 
 class LossConvention:
-  """Chooses the loss factor; warns if a step seems to use the wrong one.
+  """Chooses the loss factor; warns once where it may be wrong.
 
   >>> settings = settings_lib.Settings(loss_averaged_over="global")
   >>> convention = LossConvention(settings, num_replicas=4, group_size=2)
@@ -47,21 +37,21 @@ class LossConvention:
   ) -> None:
     """Takes the number of replicas in sync, which is 1 if they are models."""
     self._settings = settings
-    self._num_replicas = num_replicas
-    self._group_size = group_size
-    # What the step of the calling replica has done so far. It is local to the
-    # thread, because each replica traces, or runs eagerly, in one thread.
-    self._step = threading.local()
-    self._scaled_in_trace = False
-    self._ever_scaled = False
-    self._own_warnings: set[str] = set()
+    # Maps each value of `loss_averaged_over` to its factor.
+    self.factors = {
+      over: loss_factor.loss_factor(
+        settings.reduction, over, num_replicas, group_size
+      )
+      for over in _EXAMPLES
+    }
+    # Whether Keras computes the loss from the losses of `compile`.
+    self.is_in_fit = False
+    self._was_scaled = False
+    self._warnings: set[str] = set()
 
   def for_loss(self, default: str) -> float:
-    """Returns the factor of the loss, and notes that this step scales it."""
-    self._ever_scaled = True
-    self._step.scaled = True
-    # The function that is being traced may run in later steps.
-    self._scaled_in_trace |= not tf.executing_eagerly()
+    """Returns the factor of the loss, and notes that losses are scaled."""
+    self._was_scaled = True
     return 1.0 if self._settings.scale_gradients else self._factor(default)
 
   def for_gradients(self) -> float:
@@ -72,197 +62,106 @@ class LossConvention:
   def for_compiled(
     self,
     name: str,
-    reduction: str | None,
+    is_sum: bool,
     is_number: bool,
     is_divided: bool,
     is_of_whole_batch: bool = False,
   ) -> float:
-    """Returns by what to multiply a loss of `compile`.
+    """Returns by what to multiply a loss of `compile`, before `for_loss`.
 
-    With several replicas, Keras divides a loss by their number if its reduction
-    is a mean of several values. Then the factor of a `"global"` loss is right,
-    and nothing is to be done. Keras does not divide
-
-    - a loss with `reduction="sum"`, or without a reduction. Gradients of such
-      losses are summed over the group: the loss needs no factor;
-    - in Keras 3, a loss whose function returns a number. Like tf_keras, this
-      method takes the number for a mean over the replica's examples.
-
-    `for_loss` multiplies the sum of all losses of the model by one factor, so
-    this method returns the quotient of the right factor and that factor. With
-    `loss_averaged_over`, the user has decided, and it returns 1.
+    Keras has divided means by the number of replicas (`is_divided`), but not
+    sums. `is_number`: the function returns one number for all examples.
 
     >>> convention = LossConvention(settings_lib.Settings(), 4, 2)
-    >>> convention.for_compiled("mse", "sum", False, False)  # Then `for_loss`:
+    >>> convention.for_compiled("mse", True, False, False)
     0.5
     >>> convention.for_loss(loss_factor.GLOBAL)
     2.0
-
-    `is_number` is whether the loss function returns one number for all
-    examples, `is_divided` whether Keras divides it by the number of replicas.
-    `is_of_whole_batch` is whether every replica has the whole batch, as in
-    Keras 3's `train_on_batch`. Then the sum over the group is a mean for every
-    loss.
     """
-    is_sum = reduction == "sum" or (
-      reduction in (None, "none") and not is_number
-    )
-    factors, chosen = self.factors(), self._settings.loss_averaged_over
-    right = factors[loss_factor.REPLICA]
-    if is_sum and not is_of_whole_batch:
+    right = self.factors[loss_factor.REPLICA]
+    if is_divided:
+      right = self.factors[loss_factor.GLOBAL]
+    elif is_sum and not is_of_whole_batch:
       right = 1.0
-    elif is_sum and right != 1 and chosen is None:
-      self._warn(
-        "train_on_batch gives every replica the whole batch, so the summed loss"
-        " %s is multiplied by %g: each member of a group has the same sum. Use"
-        " fit, which divides batches among the replicas, or pass"
-        " loss_averaged_over to CrossShardOptimizer to choose another factor.",
-        *(name, right),
-      )
+    chosen = self._settings.loss_averaged_over
+    taken = self.factors[chosen or loss_factor.GLOBAL]
     if chosen is not None:
-      taken = factors[chosen]
-      if is_divided:
-        right, what = factors[loss_factor.GLOBAL], "divides it by the replicas"
-      else:
-        what = "sums it over examples"
-      if (is_sum or is_divided) and taken != right:
+      if taken != right and (is_sum or is_divided):
         self._warn(
-          'With loss_averaged_over="%s", fit multiplies the loss %s by %g, but'
-          " Keras %s, so the right factor is %g. Do not pass"
-          " loss_averaged_over: in fit, the optimizer knows Keras' losses.",
-          *(chosen, name, taken, what, right),
+          f'With loss_averaged_over="{chosen}", fit multiplies the loss {name}'
+          f" by {taken:g}, but the right factor is {right:g}. Do not pass"
+          " loss_averaged_over: in fit, the optimizer knows Keras' losses."
         )
       return 1.0
-    if is_number and not is_sum:
+    if is_sum and right != 1:
       self._warn(
-        "The loss %s returns one number for all examples of a replica. fit"
-        " assumes that it is their mean. Better return one value for each"
-        " example: Keras reduces them, and you can choose"
-        ' reduction="sum" in a loss object. If the model has no other loss or'
-        " regularizer, you can pass to CrossShardOptimizer instead:"
-        ' loss_averaged_over="%s" if the number is a mean, or "global" if it is'
-        " a sum divided by the batch size of all replicas.",
-        *(name, loss_factor.GLOBAL if is_divided else loss_factor.REPLICA),
+        "train_on_batch gives every replica the whole batch, so the summed loss"
+        f" {name} is multiplied by {right:g}: each member of a group has the"
+        " same sum. Use fit, which divides batches among the replicas, or pass"
+        " loss_averaged_over to CrossShardOptimizer to choose another factor."
       )
-    return 1.0 if is_divided else right / factors[loss_factor.GLOBAL]
-
-  def warn_of_own_loss(self, model: str) -> None:
-    """Warns that a model computes its loss in a method of its own."""
-    if self._settings.loss_averaged_over is None:
-      factors = self.factors()
+    elif is_number and not is_sum:
+      over = loss_factor.GLOBAL if is_divided else loss_factor.REPLICA
       self._warn(
-        "%s overrides compute_loss. fit assumes that its value is averaged over"
-        " all replicas' examples, as Keras' are, and multiplies it by %g."
-        ' If this is right, pass loss_averaged_over="global". If the value is'
-        " averaged over this replica's examples, pass"
-        ' loss_averaged_over="replica"; the factor is then %g.',
-        *(model, factors[loss_factor.GLOBAL], factors[loss_factor.REPLICA]),
+        f"The loss {name} returns one number for all examples of a replica,"
+        " which fit takes for their mean. Return one value for each example,"
+        f' or pass loss_averaged_over="{over}" if the number is a mean.'
       )
+    return right / taken
 
-  def check_was_scaled(self, through_apply: bool, is_divided: bool) -> None:
+  def check_was_scaled(self, is_divided: bool) -> None:
     """Warns once if a step sums gradients of a loss that was never scaled.
 
-    If Keras itself calls `apply`, the loss is assumed to be averaged over the
-    examples of all replicas, as Keras' own losses are. `is_divided` is whether
-    gradients are divided by a loss scale afterwards.
+    `is_divided`: whether gradients are divided by a loss scale afterwards.
     """
-    if is_divided and not self._ever_scaled:
+    settings = self._settings
+    if self._was_scaled:
+      return
+    if is_divided:
       self._warn(
         "A LossScaleOptimizer divides gradients by its loss scale, but the loss"
         " was never multiplied by it. Call compute_gradients() or minimize(),"
         " or scale_loss(loss) inside the tape."
       )
       return
-    settings = self._settings
-    scaled = getattr(self._step, "scaled", False) or settings.scale_gradients
-    self._step.scaled = False
-    if tf.executing_eagerly():
-      # An eager step may call a traced function that scales the loss.
-      scaled = scaled or self._scaled_in_trace
-    # The factors that the loss may be missing, given what is known about it.
-    factors = self.factors()
     chosen = settings.loss_averaged_over
-    if chosen is not None:
-      missing = {factors[chosen]}
-    elif through_apply and _is_in_keras():
-      missing = {factors[loss_factor.GLOBAL]}
-    elif settings.is_mean:
-      missing = set(factors.values())  # In a custom loop, either is possible.
-    else:
-      missing = {1.0}  # The user may want the plain sum of the gradients.
-    if scaled or missing == {1.0}:
-      return
-    remedy = (
-      "Call scale_loss(loss) inside the tape (docs/training.md) or pass"
-      " scale_gradients=True, the only way within Keras' MultiOptimizer."
-    )
-    if chosen is not None:
-      factor = factors[chosen]
+    if chosen is None and self.is_in_fit:
+      chosen = loss_factor.GLOBAL
+    elif chosen is None and not settings.is_mean:
+      chosen = loss_factor.REPLICA  # The user may want the plain sum.
+    missing = {k: f for k, f in self.factors.items() if chosen in (None, k)}
+    if not settings.scale_gradients and set(missing.values()) != {1.0}:
+      shown = " and ".join(
+        f"{factor:g} if the loss is averaged over {_EXAMPLES[over]}"
+        for over, factor in missing.items()
+      )
       self._warn(
         "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
-        ' with loss_averaged_over="%s" and reduction="%s" they are %g times too'
-        " %s. %s",
-        *(chosen, settings.reduction, max(factor, 1 / factor)),
-        *("large" if factor < 1 else "small", remedy),
+        f' with reduction="{settings.reduction}" they lack a factor, which is'
+        f" {shown}. Pass loss_averaged_over and call scale_loss(loss) inside"
+        " the tape (docs/training.md), or pass scale_gradients=True, the only"
+        " way within Keras' MultiOptimizer."
       )
-      return
-    self._warn(
-      "CrossShardOptimizer sums gradients of a loss that was never scaled, so"
-      ' the result of reduction="%s" is wrong by a constant factor: %g if the'
-      " loss is averaged over this replica's examples, %g if over all"
-      ' replicas\' examples. Pass loss_averaged_over="replica" or "global". %s',
-      settings.reduction,
-      factors[loss_factor.REPLICA],
-      factors[loss_factor.GLOBAL],
-      remedy,
-    )
 
   def _factor(self, default: str) -> float:
-    """Returns the factor; warns when a default is first used."""
+    """Returns the factor; warns when a default decides in a loop."""
     chosen = self._settings.loss_averaged_over
-    factors = self.factors()
     taken = chosen or default
-    [other] = set(factors) - {taken}
-    if (
-      chosen is None and factors[taken] != factors[other] and not _is_in_keras()
-    ):
+    [other] = set(self.factors) - {taken}
+    factor, factor_of_other = self.factors[taken], self.factors[other]
+    # Keras' own calls hand in a "global" loss.
+    is_known = self.is_in_fit and taken == loss_factor.GLOBAL
+    if chosen is None and not is_known and factor != factor_of_other:
       self._warn(
-        "CrossShardOptimizer assumes that the loss is averaged over %s, and"
-        ' multiplies it by %g. If this is right, pass loss_averaged_over="%s".'
-        ' If the loss is averaged over %s, pass loss_averaged_over="%s"; the'
-        " factor is then %g. See docs/training.md.",
-        *(_EXAMPLES[taken], factors[taken], taken),
-        *(_EXAMPLES[other], other, factors[other]),
+        "CrossShardOptimizer assumes that the loss is averaged over"
+        f" {_EXAMPLES[taken]}, and multiplies it by {factor:g}. If this is"
+        f' right, pass loss_averaged_over="{taken}". If the loss is averaged'
+        f' over {_EXAMPLES[other]}, pass loss_averaged_over="{other}"; the'
+        f" factor is then {factor_of_other:g}. See docs/training.md."
       )
-    return factors[taken]
+    return factor
 
-  def factors(self) -> dict[str, float]:
-    """Maps each value of `loss_averaged_over` to its factor."""
-    return {
-      over: loss_factor.loss_factor(
-        self._settings.reduction, over, self._num_replicas, self._group_size
-      )
-      for over in _EXAMPLES
-    }
-
-  def _warn(self, text: str, *values: Any) -> None:
-    is_shared = self._settings.scale_gradients
-    logged = _shared_warnings if is_shared else self._own_warnings
-    line = text % values
-    if line not in logged:
-      logged.add(line)
+  def _warn(self, line: str) -> None:
+    if line not in self._warnings:
+      self._warnings.add(line)
       logging.warning("%s", line)
-
-
-def _is_in_keras() -> bool:
-  """Returns whether Keras called this package, as in `fit` with Keras' losses.
-
-  This looks at call frames, which decide only whether a warning is logged.
-  """
-  frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
-  while frame is not None:
-    module = frame.f_globals.get("__name__", "")
-    if not module.startswith(("tf_cross_shard", "tensorflow")):
-      return module.startswith(("keras.src.", "tf_keras.src."))
-    frame = frame.f_back
-  return False

@@ -416,9 +416,7 @@ class CrossShardOptimizer(facade.Facade):
     pipeline.checks.check_place()
     pipeline.checks.check_variables(call.variables)
     if not call.is_reduced:
-      pipeline.convention.check_was_scaled(
-        call.through_apply, self._wrapped.divides_gradients
-      )
+      pipeline.convention.check_was_scaled(self._wrapped.divides_gradients)
     self.build(call.variables)
     pipeline.checks.compare_workers_before_step(call.grads, call.variables)
     if tf.executing_eagerly() or tf.inside_function():

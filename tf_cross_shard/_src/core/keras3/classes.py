@@ -8,6 +8,7 @@ classes for Keras 3 from `tf_cross_shard.keras3`.
 # ruff: noqa: E402  # Versions are checked first.
 # ruff: noqa: SLF001  # Keras keeps the losses of a model in private attributes.
 
+from collections.abc import Callable
 from typing import Any
 
 from tf_cross_shard._src.core import versions
@@ -82,36 +83,17 @@ class PerModel(
   _package = "keras"
 
 
-def _wrap_losses(model: Any) -> None:
-  """Wraps the losses of a model as soon as Keras has created them."""
+def _wrap_losses(model: Any, wrap: Callable[[Any], Any]) -> None:
   compiled = model._compile_loss
-  if compiled is None or "build" in vars(compiled):
-    return
 
   def build(y_true: Any, y_pred: Any) -> None:
     type(compiled).build(compiled, y_true, y_pred)
     compiled._flat_losses = [
-      flat._replace(
-        loss=compiled_losses.CompiledLoss(flat.loss, model, _is_divided)
-      )
-      for flat in compiled._flat_losses
+      flat._replace(loss=wrap(flat.loss)) for flat in compiled._flat_losses
     ]
 
-  compiled.build = build
-
-
-def _is_divided(loss: Any, values: Any, y_pred: Any, weights: Any) -> bool:
-  """Returns whether Keras divides a loss by the number of replicas.
-
-  It divides a mean of several values. Weights and masks make several values of
-  a number.
-  """
-  has_weights = weights is not None and tf.TensorShape(weights.shape).rank != 0
-  masks = (getattr(x, "_keras_mask", None) for x in (y_pred, values))
-  has_mask = any(mask is not None for mask in masks)
-  is_number = tf.TensorShape(getattr(values, "shape", ())).rank == 0
-  is_mean = loss.reduction not in ("sum", "none", None)
-  return is_mean and (not is_number or has_weights or has_mask)
+  if compiled is not None:
+    compiled.build = build
 
 
 def _build_from_one_replica(model: Any) -> None:

@@ -10,7 +10,7 @@ that uses Keras 3 and tf_keras, import the classes for tf_keras from
 # ruff: noqa: SLF001  # Keras keeps the losses of a model in private attributes.
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tf_cross_shard._src.core import versions
@@ -162,24 +162,14 @@ class PerModel(
 keras.saving.get_custom_objects()["CrossShardOptimizer"] = CrossShardOptimizer
 
 
-def _wrap_losses(model: Any) -> None:
-  """Wraps the losses of a model as soon as Keras has created them."""
+def _wrap_losses(model: Any, wrap: Callable[[Any], Any]) -> None:
   compiled = model.compiled_loss
-  if "build" in vars(compiled):
-    return
 
-  def build(y_pred: Any) -> None:
-    type(compiled).build(compiled, y_pred)
-    compiled._losses = [
-      loss and compiled_losses.CompiledLoss(loss, model, _is_divided)
-      for loss in compiled._losses
-    ]
+  def get_loss_object(loss: Any) -> Any:
+    loss = type(compiled)._get_loss_object(compiled, loss)
+    return loss and wrap(loss)
 
-  compiled.build = build
-
-
-def _is_divided(loss: Any, *_: Any) -> bool:
-  return loss.reduction not in ("sum", "none")
+  compiled._get_loss_object = get_loss_object
 
 
 _training: Any = sys.modules[keras.Model.__module__]
