@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests.support import testbed
-from tf_cross_shard import VectorizedStrategy
+from tf_cross_shard import VectorizedStrategy, per_model
 
 N = 3
 raw = tf.raw_ops
@@ -653,3 +653,20 @@ def test_all_as_a_loop_over_models(name: str) -> None:
   cases = list(GROUPS[name]().items())
   for i in range(0, len(cases), 60):
     _check(dict(cases[i : i + 60]))
+
+
+@pytest.mark.parametrize("form", ["NHWC", "NCHW"])
+def test_bias_gradients_of_float16_add_up(form: str) -> None:
+  """A sum in float16 would stop growing at 2,048."""
+  strategy = VectorizedStrategy(2)
+  shape = [2, 4096, 3] if form == "NHWC" else [2, 64, 3, 64]
+  ones = per_model(tf.ones(shape, tf.float16))
+
+  @tf.function
+  def step() -> Any:
+    return strategy.run(
+      lambda x: raw.BiasAddGrad(out_backprop=x, data_format=form), args=(ones,)
+    )
+
+  for total in strategy.experimental_local_results(step()):
+    assert total.numpy().tolist() == [4096.0] * 3

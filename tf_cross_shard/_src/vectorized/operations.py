@@ -75,6 +75,20 @@ def _transpose(call: Call) -> Any:
   return [wrap(getattr(_raw, call.op_type)(x=value, perm=order), True)]
 
 
+@converts("BiasAddGrad", forced=False)
+def _bias_gradient(call: Call) -> Any:
+  """Adds up in float32, as the operation does: sums in float16 stop growing."""
+  value = call.input(0).t
+  rank = value.shape.rank
+  if rank is None:
+    return vectorizer.in_loop(call)
+  channel = 2 if call.get_attr("data_format") == b"NCHW" else rank - 1
+  axes = [axis for axis in range(1, rank) if axis != channel]
+  is_half = value.dtype == tf.float16
+  total = tf.reduce_sum(tf.cast(value, tf.float32) if is_half else value, axes)
+  return [wrap(tf.cast(total, value.dtype), True)]
+
+
 def _is_bias_right(call: Call) -> bool:
   """Returns whether pfor finds the channels."""
   value, is_bias_stacked = call.op.inputs[0], call.inputs[-1].is_stacked
@@ -85,7 +99,7 @@ def _is_bias_right(call: Call) -> bool:
 
 # Where pfor's converters are right. TensorFlow has a limit of axes for some.
 _RIGHT_ONLY_IF: Final[dict[str, Callable[[Call], bool]]] = {
-  **dict.fromkeys(("BiasAdd", "BiasAddGrad"), _is_bias_right),
+  "BiasAdd": _is_bias_right,
   **dict.fromkeys(
     ("Softmax", "LogSoftmax"),
     lambda call: (call.op.inputs[0].shape.rank or 9) < 5,
