@@ -43,16 +43,16 @@ MUTANTS = [
   ("core/accumulation.py", "core/accumulation", "stored.assign(tf.zeros_like(before))", "pass"),
   # Clipping, and steps that are not finite.
   ("core/pipeline.py", "core/reduce/gradient_reducer", "name: self.wrapped.scale_limit(limit)}", "name: limit}"),
-  ("core/pipeline.py", "core/nonfinite", "keep_infinite=self.guard.may_skip", "keep_infinite=False"),
-  ("core/pipeline.py", "core/nonfinite", "          is_finite,\n", "          True,\n"),
-  ("core/pipeline.py", "core/nonfinite", "clipping.all_finite(sums) if self.guard.may_skip else True", "True"),
+  ("core/pipeline.py", "core/update/nonfinite", "keep_infinite=self.guard.may_skip", "keep_infinite=False"),
+  ("core/pipeline.py", "core/update/nonfinite", "          is_finite,\n", "          True,\n"),
+  ("core/pipeline.py", "core/update/nonfinite", "clipping.all_finite(sums) if self.guard.may_skip else True", "True"),
   ("core/gradients/clipping.py", "core/gradients/clipping", "if _dtype(grad) in (tf.float16, tf.bfloat16)", "if False"),
   ("core/gradients/clipping.py", "core/gradients/clipping", "if sums_rows else grads", "if False else grads"),
-  ("core/gradients/clipping.py", "core/nonfinite", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))"),
+  ("core/gradients/clipping.py", "core/update/nonfinite", "tf.reduce_all(tf.math.is_finite(part))", "tf.reduce_any(tf.math.is_finite(part))"),
   # Shards.
   ("core/reduce/engine.py", "core/update/sharded", "        place, lambda cut", "        place - 1, lambda cut"),
   ("core/reduce/mirrored.py", "core/update/sharded", "(tensors, combine)[self.position()]", "(tensors, combine)[self.position() - 1]"),
-  ("core/update/sharded.py", "core/nonfinite", "    if self.guard.may_skip:\n", "    if False:\n"),
+  ("core/update/sharded.py", "core/update/nonfinite", "    if self.guard.may_skip:\n", "    if False:\n"),
   ("core/update/sharded.py", "core/update/rows", "if self.tables.is_table(variable):", "if False:"),
   ("core/update/sharded.py", "core/update/sharded", "tf.where(constrains, constraint(value), value)", "constraint(value)"),
   # Rows.

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
-from tf_cross_shard._src.core import validation
+from tf_cross_shard._src.core import single_program, validation
 
 __all__ = [
   "Groups",
@@ -393,3 +394,11 @@ def _ranges(ids: Sequence[int]) -> str:
     suffix = f" step {step}" if step > 1 else ""
     return f"{ids[0]}-{ids[-1]}{suffix}"
   return " ".join(map(str, ids))
+
+
+def default_groups(strategy: tf.distribute.Strategy) -> Groups:
+  """Returns one group of all replicas, or of each model alone."""
+  copies = single_program.num_copies(strategy)
+  if single_program.are_models(strategy):
+    return singletons(copies)
+  return contiguous(copies, copies)

@@ -25,7 +25,6 @@ from tf_cross_shard._src.core import (
   accumulation,
   group_context,
   loss_convention,
-  nonfinite,
   per_model_settings,
 )
 from tf_cross_shard._src.core import checks as checks_lib
@@ -36,11 +35,10 @@ from tf_cross_shard._src.core.gradients import (
   differentiate,
   row_sparse,
 )
-from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import gradient_reducer
-from tf_cross_shard._src.core.update import replicated, sharded
+from tf_cross_shard._src.core.update import nonfinite, replicated, sharded
 from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, TypeVar
 
-from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import settings as settings_lib
 
 _Class = TypeVar("_Class", bound=type[Any])
@@ -21,7 +20,7 @@ class Setting:
     """Returns the setting; None while the optimizer is being created."""
     if optimizer is None:
       return self
-    pipeline = optimizer_state.find_pipeline(optimizer)
+    pipeline = vars(optimizer).get("_pipeline")
     if pipeline is None:
       return None
     settings = pipeline.settings
@@ -31,7 +30,7 @@ class Setting:
 
   def __set__(self, optimizer: Any, value: Any) -> None:
     """Replaces the setting, or raises `AttributeError` if it is fixed."""
-    pipeline = optimizer_state.find_pipeline(optimizer)
+    pipeline = vars(optimizer).get("_pipeline")
     if self._is_mutable:
       # It is None while Keras' constructor assigns its own defaults.
       if pipeline is not None:

@@ -21,11 +21,12 @@ from absl import logging
 
 from tf_cross_shard._src.core import loss_factor, single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.gradients import clipping, row_sparse
+from tf_cross_shard._src.core.gradients import row_sparse
+from tf_cross_shard._src.core.keras_types import Gradient
 from tf_cross_shard._src.towers import shared_variables
 
 # Applies gradients to variables as the optimizer does; returns the step count.
-Apply = Callable[[list[clipping.Gradient], list[Any]], Any]
+Apply = Callable[[list[Gradient], list[Any]], Any]
 
 _OUTSIDE_OF_TOWERS: Final = shared_variables.CallVariables(
   shared_variables.SharedVariables(), ""
@@ -40,7 +41,7 @@ class CollectedCall:
 
   optimizer: Any  # The TowerOptimizer.
   wrapped: Any  # The optimizer in it, which identifies calls in all towers.
-  grads: list[clipping.Gradient]
+  grads: list[Gradient]
   variables: list[Any]
   apply: Apply
 
@@ -171,9 +172,7 @@ def variables() -> shared_variables.CallVariables:
   return _OUTSIDE_OF_TOWERS if collector is None else collector.variables
 
 
-def _sum(
-  grads: Sequence[clipping.Gradient], variable: Any
-) -> clipping.Gradient:
+def _sum(grads: Sequence[Gradient], variable: Any) -> Gradient:
   """Sums the towers' gradients of one variable; None if there are none."""
   present = [grad for grad in grads if grad is not None]
   if not present:

@@ -1,13 +1,13 @@
 """Clips gradients by value, norm or global norm; finds NaN and infinity."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import row_sparse
+from tf_cross_shard._src.core.keras_types import Gradient
 
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 # By precedence: an optimizer uses only the first limit that is set.
 LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")
 

@@ -39,15 +39,7 @@ from tf_cross_shard._src.core.reduce import (
   one_program,
 )
 
-__all__ = ["default_groups", "for_strategy"]
-
-
-def default_groups(strategy: tf.distribute.Strategy) -> groups_lib.Groups:
-  """Returns one group of all replicas, or of each model alone."""
-  copies = single_program.num_copies(strategy)
-  if single_program.are_models(strategy):
-    return groups_lib.singletons(copies)
-  return groups_lib.contiguous(copies, copies)
+__all__ = ["for_strategy"]
 
 
 def for_strategy(
@@ -57,7 +49,7 @@ def for_strategy(
   # Without engines, gradients in rows of a `[num_groups, ...]` buffer could be
   # summed by `ctx.all_reduce`. That takes 2.1 to 2.6 times as long (two groups
   # on CPUs, TensorFlow 2.21), and the buffer grows with the number of groups.
-  groups = groups or default_groups(strategy)
+  groups = groups or groups_lib.default_groups(strategy)
   # Test this before the number of replicas: MirroredStrategy makes merge calls
   # even on one device, and its replica must be isolated from them.
   if isinstance(strategy, tf.distribute.MirroredStrategy):

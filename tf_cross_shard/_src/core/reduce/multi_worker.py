@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import (
   collective_engine,
   collective_ops,

@@ -29,18 +29,20 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import nonfinite
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import (
   clipping,
   packing,
   row_sparse,
 )
-from tf_cross_shard._src.core.gradients.clipping import Gradient
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.keras_types import Gradient, Optimizer, Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
-from tf_cross_shard._src.core.update import replicated, saved_state
+from tf_cross_shard._src.core.update import (
+  nonfinite,
+  replicated,
+  saved_state,
+)
 from tf_cross_shard._src.core.update import rows as rows_lib
 from tf_cross_shard._src.core.wrapped import keras_classes, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib

@@ -26,7 +26,7 @@ from tensorflow.python.eager import context
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import versions
-from tf_cross_shard._src.core.gradients.clipping import Gradient
+from tf_cross_shard._src.core.keras_types import Gradient
 from tf_cross_shard._src.core.workers import errors, key_value_store
 
 # How long a worker waits for others by default, in seconds.

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
-from tf_cross_shard._src.core import reduce, single_program
+from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import keras_private
@@ -54,7 +54,7 @@ def groups_of(
         )
       return groups
     made_in = made_in or keras_private.strategy(nested)
-  return reduce.default_groups(made_in or tf.distribute.get_strategy())
+  return groups_lib.default_groups(made_in or tf.distribute.get_strategy())
 
 
 def rate_variables(optimizer: Optimizer) -> list[Variable]:
