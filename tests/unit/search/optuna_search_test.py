@@ -253,6 +253,18 @@ def test_pruned_and_failed_trials_make_room() -> None:
   np.testing.assert_allclose(values_of(study.trials[4]), right, rtol=1e-5)
 
 
+def test_a_failed_trial_never_wins() -> None:
+  failing = {**SETTINGS[2], "learning_rate": 1e6, "dropout": 0.0}
+  study = make_study([failing, SETTINGS[2]])
+  search = callbacks.OptunaSearch(study, suggest, trials=2, epochs=1)
+  run(search, grouped(VectorizedStrategy(2)))
+  assert [trial.state for trial in study.trials] == [State.FAIL, State.COMPLETE]
+  best = search.best_model()
+  best.compile(loss="mse")
+  loss = best.evaluate(*VALIDATION, verbose=0)
+  np.testing.assert_allclose(loss, study.best_value, rtol=1e-5)
+
+
 def test_a_fit_that_ends_early(caplog: pytest.LogCaptureFixture) -> None:
   study = make_study()
   search = callbacks.OptunaSearch(study, suggest, trials=5, epochs=EPOCHS)

@@ -8,6 +8,7 @@ study.ask ─▶ model i: initial state, the trial's settings ─▶ epochs ─�
 import contextlib
 import dataclasses
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -271,7 +272,8 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       if better:
         self._kept = state.take(better, self._kept)
       for i, running in ended:
-        if len(running.values) == self.epochs:
+        is_finite = math.isfinite(running.values[-1])  # Otherwise it failed.
+        if is_finite and len(running.values) == self.epochs:
           self._best.finish(running, state, i, self._kept)
       self._start([i for i, _ in ended])
     if not any(self._running):
