@@ -222,13 +222,22 @@ def test_fit_builds_a_subclassed_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
-def test_a_number_with_weights_of_examples(library: Any, package: Any) -> None:
+@pytest.mark.parametrize("kind", ["function", "class"])
+def test_a_number_with_weights_of_examples(
+  library: Any, package: Any, kind: str
+) -> None:
   """Keras makes several values of the number, and then divides their mean."""
+
+  class OwnCall(library.losses.Loss):
+    def __call__(self, y: Any, pred: Any, sample_weight: Any = None) -> Any:
+      return tf.reduce_mean(sample_weight[:, None] * (y - pred) ** 2)
+
+  loss = one_number if kind == "function" else OwnCall(name="own")
   sgd = library.optimizers.SGD
   with testbed.mirrored().scope():
     optimizer = package.CrossShardOptimizer(sgd(2.0**-8))
-    model = _single(library, optimizer, one_number)
-  plain = _single(library, sgd(2.0**-8), one_number)
+    model = _single(library, optimizer, loss)
+  plain = _single(library, sgd(2.0**-8), loss)
   quarter = np.tile(np.arange(4), 4)  # Equal examples on each replica.
   for each, rows in ((model, quarter), (plain, quarter[:4])):
     each.fit(
@@ -343,6 +352,23 @@ def test_a_model_with_a_step_or_a_loss_of_its_own(
   assert [words in line for line in said if "averaged" in line] == [
     True
   ] * warns
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_a_loop_of_its_own_for_a_compiled_model(
+  library: Any, package: Any, said: list[str]
+) -> None:
+  strategy = testbed.mirrored()
+  with strategy.scope():
+    model = _single(library, package.CrossShardOptimizer("sgd"), "mse")
+
+  def step() -> None:
+    with tf.GradientTape():
+      model.optimizer.scale_loss(tf.reduce_mean((model(X) - Y) ** 2))
+
+  strategy.run(step)
+  [line] = said
+  assert "assumes that the loss is averaged over all replicas' exam" in line
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)

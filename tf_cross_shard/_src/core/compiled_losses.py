@@ -8,7 +8,7 @@ one by one, and Keras never tells an optimizer its model: `compile` wraps them.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
@@ -36,26 +36,27 @@ class CompiledLoss:
   def __init__(
     self,
     model: Any,
-    pipeline: pipeline_lib.GradientPipeline,
+    pipelines: Sequence[pipeline_lib.GradientPipeline],
     is_all: bool,
     loss: Any,
   ) -> None:
     """Wraps a loss object; `is_all`: the model's loss has no other terms."""
-    self._model, self._pipeline, self._is_all = model, pipeline, is_all
+    self._model, self._pipelines, self._is_all = model, pipelines, is_all
     self._loss, self.name, self.reduction = loss, loss.name, loss.reduction
 
   def __call__(
     self, y_true: Any, y_pred: Any, sample_weight: Any = None
   ) -> Any:
     """Returns the value of the loss, times a number if it is a sum."""
-    loss, pipeline = self._loss, self._pipeline
+    loss, pipeline = self._loss, self._pipelines[0]
     if tf.distribute.get_strategy().num_replicas_in_sync == 1:
       return loss(y_true, y_pred, sample_weight=sample_weight)
     # Only a training step differentiates its loss. Outside of replicas, Keras
     # builds the loss.
     if not tf.distribute.in_cross_replica_context():
       if record.could_possibly_record():
-        pipeline.convention.is_in_fit |= self._is_all
+        for each in self._pipelines:
+          each.convention.is_in_fit |= self._is_all
       else:
         pipeline.warnings.before_evaluating()
     is_mean = loss.reduction not in ("sum", "none", None)
@@ -79,8 +80,10 @@ class CompiledLoss:
       self.name,
       is_sum=not is_mean and (loss.reduction == "sum" or not is_number),
       is_number=is_number,
-      # A class that overrides `__call__` need not call `call`.
-      is_divided=is_mean and bool(ranks),
+      # A class that overrides `__call__` need not call `call`. Then Keras 3
+      # does not divide; tf_keras divides the result.
+      is_divided=is_mean
+      and (bool(ranks) or pipeline.wrapped.package == "tf_keras"),
       is_of_whole_batch=getattr(self._model, WHOLE_BATCH, False),
     )
     return value if factor == 1 else value * tf.cast(factor, value.dtype)
@@ -142,16 +145,10 @@ def _watched(package: str, kind: Any, keras_compile: Any) -> Any:
         f" {type(strategy).__name__}: XLA cannot compile the sum over its"
         " replicas. Leave it out."
       )
-    own = {
-      name
-      for name in ("compute_loss", "train_step")
-      if getattr(type(self), name) is not getattr(kind, name)
-    }
     for each in pipelines:
-      each.convention.is_in_fit = not own
-    wrap = functools.partial(
-      CompiledLoss, self, pipeline, "compute_loss" not in own
-    )
+      each.convention.is_in_fit = False
+    is_all = type(self).compute_loss is kind.compute_loss
+    wrap = functools.partial(CompiledLoss, self, pipelines, is_all)
     wrap_losses[package](self, wrap)
 
   setattr(compile_model, _MARK, True)

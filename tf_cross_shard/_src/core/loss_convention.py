@@ -44,7 +44,7 @@ class LossConvention:
       )
       for over in _EXAMPLES
     }
-    # Whether Keras computes the loss from the losses of `compile`.
+    # Whether a step has differentiated what Keras computes of these losses.
     self.is_in_fit = False
     self._was_scaled = False
     self._warnings: set[str] = set()
