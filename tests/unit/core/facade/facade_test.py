@@ -102,6 +102,20 @@ def test_loss_scale_optimizer_inside() -> None:
   assert optimizer.get_slot(weight, "momentum").shape == (2,)
 
 
+def test_slots_by_path_where_another_path_is_the_name() -> None:
+  class ByPath(keras.optimizers.SGD):  # type: ignore[misc]
+    def build(self, variables: Any) -> None:
+      super().build(variables)
+      add = self.add_variable_from_reference
+      self.own = {v.path: add(v, "own") for v in variables}
+
+  layer = keras.layers.Dense(1)
+  layer.build((None, 3))
+  optimizer = CrossShardOptimizer(ByPath(0.5))
+  optimizer.build([keras.Variable([1.0], name="kernel"), layer.kernel])
+  assert optimizer.get_slot(layer.kernel, "own").shape == (3, 1)
+
+
 # -------------------------------------------------------- colliding attributes
 
 # Attributes that the wrapper has not, so it forwards them.

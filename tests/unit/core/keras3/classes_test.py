@@ -99,7 +99,8 @@ def test_a_frozen_layer_is_not_trained() -> None:
     assert (layer.kernel.numpy() == old) == (layer is layers[0])
 
 
-def test_averages_are_evaluated_under_loss_scaling() -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+def test_averages_are_evaluated_under_loss_scaling(is_built: bool) -> None:
   """SwapEMAWeights finds them, as in plain Keras."""
   x = np.arange(8.0, dtype="float32").reshape(4, 2)
 
@@ -108,6 +109,8 @@ def test_averages_are_evaluated_under_loss_scaling() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     opt = optimizers.SGD(0.01, use_ema=True, ema_momentum=0.5)
     opt = optimizers.LossScaleOptimizer(opt, initial_scale=2.0)
+    if is_built:
+      opt.build(model.trainable_variables)
     if is_ours:
       opt = CrossShardOptimizer(opt)
     model.compile(opt, "mse", auto_scale_loss=False)

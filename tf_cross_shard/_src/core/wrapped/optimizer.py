@@ -76,8 +76,12 @@ class WrappedOptimizer:
 
   def build(self, variables: Sequence[Variable]) -> None:
     """Creates the slots for `variables`, unless they exist."""
-    if self.is_built:
-      return
+    if not self.is_built:
+      self._create_slots(variables)
+    if self._is_keras3 and self.optimizer is not self.base_optimizer:
+      keras_private.show_averages(self.optimizer, self.averages)
+
+  def _create_slots(self, variables: Sequence[Variable]) -> None:
     self._built_on = list(variables)
     base = self.base_optimizer
     has_slots = keras_private.is_built(base)
@@ -92,8 +96,6 @@ class WrappedOptimizer:
       self.optimizer.build(self._built_on)
     if not (kept or has_slots):
       self._start_at_weights(variables)
-    if self._is_keras3 and self.optimizer is not base:
-      keras_private.show_averages(self.optimizer, self.averages)
 
   def _start_at_weights(self, variables: Sequence[Variable]) -> None:
     """Sets slots that start as copies of the weights to each replica's weights.
@@ -179,13 +181,13 @@ class WrappedOptimizer:
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
   def _slots_at(self, index: int, *keys: Any) -> dict[str, Variable]:
-    """Returns the slots, by name, of the variable that has these keys."""
+    """Returns the slots, by name, of the variable that has one of the keys."""
     opt = self.base_optimizer
     paths: list[str] = []
     for known in keras_private.trained(opt)[index : index + 1]:
       paths = list(filter(None, [getattr(known, "path", None), known.name]))
     count = len(keras_private.indices(opt))
-    found = list(slots_at(opt, index, count, (*keys, *paths)))
+    found = list(slots_at(opt, index, count, (*keys[:1], *paths, *keys[1:])))
     kinds = [keras_private.kind_of_slot(*each, paths) for each in found]
     slots = [slot for _, slot in found]
     return dict(zip(names_lib.unique(kinds), slots, strict=True))
