@@ -381,17 +381,11 @@ class Facade:
     if is_empty and tape is not None:
       # `fit` of tf_keras, with a model that has nothing to train.
       return self._wrapped.iterations()
-    options = (
-      *(gate_gradients, aggregation_method),
-      *(colocate_gradients_with_ops, grad_loss),
+    options = differentiate.GraphOptions(
+      gate_gradients, aggregation_method, colocate_gradients_with_ops, grad_loss
     )
-    if tape is None:  # The user's class may override `compute_gradients`.
-      pairs = self.compute_gradients(loss, var_list, *options)
-    else:
-      pairs = self._gradients(
-        *(loss, var_list, tape, loss_factor.GLOBAL),
-        differentiate.GraphOptions(*options),
-      )
+    default = loss_factor.REPLICA if tape is None else loss_factor.GLOBAL
+    pairs = self._gradients(loss, var_list, tape, default, options)
     return self.apply_gradients(pairs, global_step, name=name)
 
   @tf.autograph.experimental.do_not_convert
