@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
   def command(name: str, run: Any) -> argparse.ArgumentParser:
     """Adds a command, whose help is the docstring of its function."""
-    about = inspect.cleandoc(run.__doc__)
+    about = inspect.cleandoc(run.__doc__ or name)  # None with -OO
     first = about.splitlines()[0]
     added = commands.add_parser(name, help=first, description=about)
     added.set_defaults(command=run)

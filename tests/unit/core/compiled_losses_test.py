@@ -355,6 +355,33 @@ def test_a_model_with_a_step_or_a_loss_of_its_own(
 
 
 @pytest.mark.parametrize(("library", "package"), LIBRARIES)
+def test_a_model_with_added_losses_alone(
+  library: Any, package: Any, said: list[str]
+) -> None:
+  """As those of a variational autoencoder; Keras divides them, too."""
+
+  class Adds(library.layers.Dense):
+    def call(self, inputs: Any) -> Any:
+      outputs = super().call(inputs)
+      self.add_loss(tf.reduce_mean(outputs**2))
+      return outputs
+
+  def train(optimizer: Any) -> Any:
+    layer = Adds(1, kernel_initializer="ones")
+    model = library.Sequential([library.Input((3,)), layer])
+    model.compile(optimizer)
+    model.fit(X, epochs=2, batch_size=8, shuffle=False, verbose=0)
+    return model.get_weights()
+
+  sgd = library.optimizers.SGD
+  with testbed.mirrored().scope():
+    found = train(package.CrossShardOptimizer(sgd(2.0**-8)))
+  for value, right in zip(found, train(sgd(2.0**-8)), strict=True):
+    np.testing.assert_allclose(value, right, rtol=1e-6)
+  assert not said
+
+
+@pytest.mark.parametrize(("library", "package"), LIBRARIES)
 def test_a_loop_of_its_own_for_a_compiled_model(
   library: Any, package: Any, said: list[str]
 ) -> None:

@@ -145,9 +145,12 @@ def _watched(package: str, kind: Any, keras_compile: Any) -> Any:
         f" {type(strategy).__name__}: XLA cannot compile the sum over its"
         " replicas. Leave it out."
       )
-    for each in pipelines:
-      each.convention.is_in_fit = False
     is_all = type(self).compute_loss is kind.compute_loss
+    has_loss = len(args) > 1 or kwargs.get("loss") is not None
+    steps_by_keras = is_all and type(self).train_step is kind.train_step
+    for each in pipelines:
+      # A loss of `compile` notices when Keras computes it; `add_loss` does not.
+      each.convention.is_in_fit = steps_by_keras and not has_loss
     wrap = functools.partial(CompiledLoss, self, pipelines, is_all)
     wrap_losses[package](self, wrap)
 

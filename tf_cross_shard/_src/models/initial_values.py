@@ -154,7 +154,7 @@ def _slots(
     config["learning_rate"] = 0.0  # tf_keras would ask PerModel for a model's.
   try:
     copy = type(base).from_config(config)
-  except TypeError:
+  except Exception:
     if trained or type(base).__module__.split(".")[0] in keras_private.KERASES:
       raise
     return {}  # The configuration of a class of one's own may not be enough.
