@@ -223,7 +223,7 @@ def _print_lines(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the options of `launch`."""
+  """Adds the command-line options of `launch` to a parser."""
   add = parser.add_mutually_exclusive_group().add_argument
   workers = "the number of workers to start on this machine (default: 2)"
   add("--workers", type=int, metavar="N", help=workers)

@@ -308,7 +308,7 @@ def test_what_is_logged(
 def test_a_model_with_a_step_or_a_loss_of_its_own(
   library: Any, package: Any, kind: str, argument: str | None, said: list[str]
 ) -> None:
-  """You get a warning where only you know over what the loss is averaged."""
+  """Only a model that computes its own loss gets a warning, in `fit`."""
 
   class Model(library.Sequential):
     pass

@@ -1,4 +1,4 @@
-"""What `compile` of Keras' models does besides: the losses and the loss scale.
+"""Extends `compile` of Keras' models, for their losses and the loss scale.
 
 In `fit`, the factor of the mean assumes that Keras has divided the loss by the
 number of replicas. Keras does not divide sums. Only the model knows its losses

@@ -50,7 +50,7 @@ class LossConvention:
     self._warnings: set[str] = set()
 
   def for_loss(self, default: str) -> float:
-    """Returns the factor of the loss, and notes that losses are scaled."""
+    """Returns the factor of a loss, and remembers that a loss was scaled."""
     self._was_scaled = True
     return 1.0 if self._settings.scale_gradients else self._factor(default)
 

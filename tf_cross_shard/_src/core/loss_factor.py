@@ -52,9 +52,11 @@ def check_averaged_over(loss_averaged_over: object) -> str | None:
   >>> check_averaged_over("global")
   'global'
   """
-  for known in (None, REPLICA, GLOBAL):
-    if loss_averaged_over == known:
-      return known
+  if loss_averaged_over is None:
+    return None
+  is_text = isinstance(loss_averaged_over, str)
+  if is_text and loss_averaged_over in (REPLICA, GLOBAL):
+    return str(loss_averaged_over)
   raise ValueError(
     f'`loss_averaged_over` must be "{REPLICA}" (the loss is a mean over this'
     f" replica's examples), \"{GLOBAL}\" (over all replicas' examples, as Keras"

@@ -37,15 +37,13 @@ class BestWeights:
     if not self.may_win(running):
       return
     members = state.groups.assignment[group]
-    self.best, self.weights = (
-      running,
-      {
-        entry.name: plain_models.merged(
-          entry, [kept[entry.name][replica] for replica in members]
-        )
-        for entry in state.entries
-      },
-    )
+    self.best = running
+    self.weights = {
+      entry.name: plain_models.merged(
+        entry, [kept[entry.name][replica] for replica in members]
+      )
+      for entry in state.entries
+    }
     if self._folder is not None:
       archive.make_folder(self._folder)
       about = {

@@ -41,7 +41,7 @@ def values_of(call: Call, i: int = 0) -> tf.Tensor:
 
 
 def _value(call: Call) -> tuple[tf.Tensor, bool]:
-  """Returns what models read of a variable, and whether each has its own."""
+  """Returns the value of a variable, and whether it differs by model."""
   if vectorizer.has_stack(call, 0):
     return values_of(call), True
   # A variable from outside the scope.

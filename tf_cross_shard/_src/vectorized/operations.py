@@ -84,8 +84,8 @@ def _bias_gradient(call: Call) -> Any:
     return vectorizer.in_loop(call)
   channel = 2 if call.get_attr("data_format") == b"NCHW" else rank - 1
   axes = [axis for axis in range(1, rank) if axis != channel]
-  is_half = value.dtype == tf.float16
-  total = tf.reduce_sum(tf.cast(value, tf.float32) if is_half else value, axes)
+  wide = tf.float32 if value.dtype == tf.float16 else value.dtype
+  total = tf.reduce_sum(tf.cast(value, wide), axes)
   return [wrap(tf.cast(total, value.dtype), True)]
 
 

@@ -42,13 +42,14 @@ def check_class(opt: Any, argument: str, package: str) -> None:
       f"`{argument}` must be an optimizer of {package}.optimizers"
       f" or its name; got {_kind(opt)}. {_remedy(opt, package)}"
     )
-  kind = type(wrapped_lib.base_optimizer(opt))
+  if package != "tf_keras":  # Keras 3 calls no methods of these names.
+    return
+  base = wrapped_lib.base_optimizer(opt)
   for method in ("compute_gradients", "minimize"):
-    home = getattr(kind, method, kind).__module__
-    # Keras 3 has no such methods, and calls none of this name.
-    if package == "tf_keras" and not home.startswith("tf_keras.src."):
+    if keras_private.is_overridden(base, method):
+      kind = type(base).__name__
       raise ValueError(
-        f"`{argument}` must not override {method}(), as {kind.__name__} does:"
+        f"`{argument}` must not override {method}(), as {kind} does:"
         " gradients are computed before they are summed over the replicas."
         " Override apply_gradients()."
       )

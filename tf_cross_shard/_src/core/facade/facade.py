@@ -104,7 +104,7 @@ class Facade:
 
   @classmethod
   def _overrides(cls, name: str) -> bool:
-    """Returns whether a user's class overrides a method of this package."""
+    """Returns whether a subclass outside of this package defines a method."""
     owners = (kind for kind in cls.__mro__ if name in vars(kind))
     package = __name__.partition(".")[0]
     return next(owners, Facade).__module__.partition(".")[0] != package

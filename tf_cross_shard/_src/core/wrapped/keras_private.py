@@ -47,6 +47,12 @@ def overrides(model: Any, methods: Sequence[str]) -> bool:
   )
 
 
+def is_overridden(optimizer: Optimizer, method: str) -> bool:
+  """Returns whether a method comes from a class that is not Keras' own."""
+  home = getattr(type(optimizer), method).__module__
+  return not home.startswith(("keras.src.", "tf_keras.src."))
+
+
 def layers(model: Any) -> list[Any]:
   flatten = getattr(model, "_flatten_layers", None)
   return [model] if flatten is None else list(flatten())
@@ -108,7 +114,7 @@ def indices(optimizer: Optimizer) -> dict[Any, int]:
 
 
 def kind_of_slot(attribute: str, slot: Variable, paths: Sequence[str]) -> str:
-  """Returns a slot's name, without that of its variable in Keras 3."""
+  """Returns the kind of a slot, such as "momentum", from the slot's name."""
   if not paths:  # "m/dense/kernel:0" of tf_keras' Adam
     return str(slot.name).split("/")[0]
   # "dense_kernel_velocity". Adafactor names its row and column statistics after

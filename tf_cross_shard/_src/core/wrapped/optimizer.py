@@ -170,7 +170,7 @@ class WrappedOptimizer:
     if index is None:
       return {}
     key = keras_private.key(self.base_optimizer, variable)
-    return self._slots_at(index, key, variable.name)
+    return self._slots_at(index, key, [variable.name])
 
   def slot_names(self) -> list[str]:
     """Returns the name of every slot, once, in order of creation."""
@@ -180,14 +180,16 @@ class WrappedOptimizer:
     slots = (self._slots_at(index, key) for key, index in indices.items())
     return list(dict.fromkeys(name for by_name in slots for name in by_name))
 
-  def _slots_at(self, index: int, *keys: Any) -> dict[str, Variable]:
-    """Returns the slots, by name, of the variable that has one of the keys."""
+  def _slots_at(
+    self, index: int, key: Any, names: Sequence[str] = ()
+  ) -> dict[str, Variable]:
+    """Returns the slots, by name, of the trained variable at an index."""
     opt = self.base_optimizer
     paths: list[str] = []
     for known in keras_private.trained(opt)[index : index + 1]:
       paths = list(filter(None, [getattr(known, "path", None), known.name]))
     count = len(keras_private.indices(opt))
-    found = list(slots_at(opt, index, count, (*keys[:1], *paths, *keys[1:])))
+    found = list(slots_at(opt, index, count, (key, *(paths or names))))
     kinds = [keras_private.kind_of_slot(*each, paths) for each in found]
     slots = [slot for _, slot in found]
     return dict(zip(names_lib.unique(kinds), slots, strict=True))
@@ -262,9 +264,9 @@ class WrappedOptimizer:
   @property
   def finalizes(self) -> bool:
     """Whether the optimizer changes variables when `fit` ends."""
-    method = type(self.base_optimizer).finalize_variable_values
-    is_kerass = method.__module__.startswith(f"{self.package}.src.")
-    return bool(self.averages) or not is_kerass
+    return bool(self.averages) or keras_private.is_overridden(
+      self.base_optimizer, "finalize_variable_values"
+    )
 
   def write_averages(self, variables: Sequence[Variable]) -> None:
     self.optimizer.finalize_variable_values(variables)
@@ -338,7 +340,7 @@ class WrappedOptimizer:
     row_step: RowStep | None = None,
     **options: Any,
   ) -> None:
-    """Applies the group's sums by the optimizer's method that was called.
+    """Lets the user's optimizer apply the summed gradients of a group.
 
     tf_keras also aggregates the sums. In isolation this changes nothing, and
     runs methods that the user's class overrides: no switch turns it off.
