@@ -114,9 +114,9 @@ def test_tpu_programs_have_no_kernels() -> None:
     assert row["updated_by"] == "Keras"
     assert row["reason"] == "XLA compiles the whole step"
   assert _reasons(optimizer) == {
-    "fused_update=True": "2 of 2 variables: XLA compiles the whole step",
+    "fused_update=True": "not for all variables: XLA compiles the whole step",
     "lazy_rows=True": (
-      "one program has no shapes that depend on data, so all rows change"
+      "a program without shapes that depend on data changes all rows"
     ),
   }
   assert "CrossReplicaSum" in str(described)
@@ -135,9 +135,7 @@ def test_parts_are_those_of_the_shards(which: str) -> None:
   assert kernel["elements"] == [23, 23, 23, 11]
   assert bias["elements"] == [0, 0, 0, 10]
   assert kernel["updated_by"] == "ResourceApplyAdam"
-  table = str(optimizer.describe())
-  assert "part 0-3" in table
-  assert "part 3" in table.splitlines()[-1]
+  assert "[0, 0, 0, 10]" in str(optimizer.describe()).splitlines()[-1]
 
 
 def test_tables() -> None:
@@ -159,8 +157,6 @@ def test_tables() -> None:
     parts = 4 if options == {"shard_update": True} else 1
     assert row["elements"] == [10**6 // parts] * 4
     assert row["updated_by"] == updated_by
-    sums_first = row["reason"].endswith("repeated ids summed first")
-    assert sums_first == bool(options)
     assert not _reasons(optimizer)
 
 
@@ -181,7 +177,7 @@ def test_tables_in_one_program(
   assert ("in one XLA program" in str(described["sums"])) == is_tpu
   reasons = list(_reasons(optimizer).values())
   assert len(reasons) == lazy_rows
-  assert all(reason.startswith("one program") for reason in reasons)
+  assert all(reason.startswith("a program") for reason in reasons)
   rows = tf.IndexedSlices(tf.ones([1, 100]), [7], [10_000, 100])
   pairs = [(rows, layer.weights[0])]
   for _ in range(2):
@@ -245,14 +241,11 @@ class TestNotInForce:
     )
     assert _reasons(optimizer) == {
       "wire_dtype='bfloat16'": "no gradient has a wider dtype",
-      "fused_update=True": "2 of 2 variables: no kernel for float16",
+      "fused_update=True": "not for all variables: no kernel for float16",
       "lazy_rows=True": (
         "no table is known, by `Embedding` or update_by_rows()"
       ),
       "clipnorm=1.0": "`per_model` has a limit for each group",
-      "per_model={'clipnorm': [2.0]}": (
-        "there is one group, which has these numbers"
-      ),
     }
 
 
@@ -260,16 +253,12 @@ def test_summary() -> None:
   pairs = [[0, 2], [1, 3]]
   optimizer, _ = _make("keras", group_assignment=pairs, skip_nonfinite=True)
   content = optimizer.describe().to_dict()
-  assert (content["groups"], content["group_size"]) == (pairs, 2)
+  assert content["groups"] == pairs
   assert content["loss_factors"] == {"replica": 0.5, "global": 2.0}
   assert content["nonfinite"] == "skipped and counted"
-  text = str(optimizer.describe())
-  assert "2 x 2 replicas: [[0, 2], [1, 3]]" in text
-  assert 'mean: loss times 0.5 for "replica" or 2 for "global"' in text
-  optimizer, _ = _make(
-    "keras", reduction="sum", loss_averaged_over="global", scale_gradients=True
-  )
-  assert 'sum: gradients times 4 for "global"\n' in str(optimizer.describe())
+  assert "  groups           [[0, 2], [1, 3]]\n" in str(optimizer.describe())
+  optimizer, _ = _make("keras", reduction="sum", loss_averaged_over="global")
+  assert optimizer.describe().to_dict()["loss_factors"] == {"global": 4.0}
 
 
 @training.in_both
@@ -279,7 +268,6 @@ def test_clipping_of_both_optimizers(which: str) -> None:
   optimizer = package.CrossShardOptimizer(sgd, clipnorm=1.0)
   limits = ["clipnorm=1.0 before the sum", "clipvalue=0.5 after the sum"]
   assert optimizer.describe().to_dict()["clipping"] == limits
-  assert " and ".join(limits) in str(optimizer.describe())
 
 
 @training.in_both
