@@ -119,7 +119,8 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
     assert float(tunable.layers[0].rate) == rate
     if which == "keras" or not rate:
       for other in (plain, tunable):
-        other.compile(library.optimizers.SGD(2.0**-9), "mse")
+        sgd = library.optimizers.SGD(2.0**-9)
+        other.compile(sgd, "mse", run_eagerly=True)
         other.fit(X, Y, verbose=0)
       np.testing.assert_allclose(
         plain.predict(X, verbose=0), tunable.predict(X, verbose=0), rtol=1e-5

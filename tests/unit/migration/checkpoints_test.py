@@ -5,7 +5,6 @@ comparison.
 """
 
 import functools
-import itertools
 import json
 import tempfile
 import textwrap
@@ -186,20 +185,6 @@ def test_momentum_under_a_schedule(tmp_path: Path) -> None:
     np.testing.assert_allclose(weight, old.values()[path], atol=LIMIT)
 
 
-def test_names_of_slots(tmp_path: Path) -> None:
-  make = functools.partial(v1.train.AdamOptimizer, 0.01, name="my/adam")
-  old = save(sessions.Sessions(make, scope="training"), tmp_path)
-  training = sessions.Training(lambda: migration.from_v1(make()))
-  words = r"optimizer only:\n  one/bias/momentum"
-  with pytest.raises(ValueError, match=words):
-    _convert(training, old.src, tmp_path / "new")
-  first = "training/{}/my/adam"
-  names = {"{}/momentum": first, "{}/velocity": f"{first}_1"}
-  done = _convert(training, old.src, tmp_path / "new", names=names)
-  assert done.unmatched_in_checkpoint == done.unmatched_in_model == {}
-  assert _deviation(training, old) < LIMIT
-
-
 @pytest.mark.tf_keras_mode
 def test_renamed_layers(tmp_path: Path) -> None:
   training = sessions.Training(
@@ -356,11 +341,7 @@ class TestErrors:
       ({"names": {"v": "w"}}, ValueError, "in `names` only:\n  v"),
       ({"names": {"{}/m": "{}/v"}}, ValueError, "in `names` only:\n  {}/m"),
       ({"names": {"w": "v"}}, ValueError, "`w` is 'v', which .* does not"),
-      (
-        {"names": {"iterations": "w"}},
-        ValueError,
-        "value of iterations and of another variable",
-      ),
+      ({"names": {"iterations": "w"}}, ValueError, "value of iterations and"),
       (
         {"model": [tf.Variable(0, name="w")]},
         ValueError,
@@ -397,23 +378,6 @@ class TestErrors:
       migration.convert_checkpoint(
         second, tmp_path / "new", [weight], keras.optimizers.SGD()
       )
-
-  def test_unmatched_variables_are_listed_in_the_error(
-    self, tmp_path: Path
-  ) -> None:
-    """The checkpoint is from another optimizer."""
-    training = sessions.Training(lambda: sessions.plain("Adam"))
-    before = [w.numpy().tolist() for w in training.model.weights]
-    with pytest.raises(ValueError, match="Not everything has a") as caught:
-      _convert(training, saved("Momentum").src, tmp_path / "new")
-    assert [w.numpy().tolist() for w in training.model.weights] == before
-    text = str(caught.value)
-    assert "in the checkpoint only:\n  one/bias/Momentum [3]\n" in text
-    for weight, slot in itertools.product(
-      sessions.SHAPES, ("momentum", "velocity")
-    ):
-      assert f"  {weight}/{slot} [" in text
-    assert text.endswith("or add the missing variables.")
 
   def test_in_a_function(self, src: str, tmp_path: Path) -> None:
     weight = tf.Variable([0.0, 0.0], name="w")

@@ -232,11 +232,7 @@ def _graph_tensor() -> Any:
   ("make", "error", "words"),
   [
     (lambda: "adam", TypeError, r"`opt` must be an optimizer of .* 'adam'"),
-    (
-      lambda: keras3.CrossShardOptimizer("sgd"),
-      TypeError,
-      r"`opt` must be .*CrossShardOptimizer.* as it is",
-    ),
+    (lambda: keras3.CrossShardOptimizer("sgd"), TypeError, "as it is"),
     (
       lambda: tpu.CrossShardOptimizer(
         tpu.CrossShardOptimizer(train.AdamOptimizer())
@@ -267,11 +263,7 @@ def _graph_tensor() -> Any:
       ValueError,
       r"`beta_1` is .*assign to the new optimizer's setting",
     ),
-    (
-      lambda: train.ProximalAdagradOptimizer(0.5),
-      TypeError,
-      r"but only Gradient.* a Keras optimizer",
-    ),
+    (lambda: train.ProximalAdagradOptimizer(0.5), TypeError, "only Gradient"),
     (
       lambda: train.AdamOptimizer(
         train.linear_cosine_decay(0.5, tf.Variable(0), 10)
