@@ -248,28 +248,6 @@ class TestControlFlow:
     assert testbed.copies(weight) == [3 * N * -sum(steps)] * N
     assert int(optimizer.iterations.numpy()) == 9
 
-  def test_stacked_recurrent_layers(self) -> None:
-    """The nested loops of these layers use constants from outside."""
-    layers = tf.keras.layers
-    x = np.random.default_rng(0).normal(size=(2, 4, 1)).astype("float32")
-    with _strategy().scope():
-      model = tf.keras.Sequential(
-        [
-          tf.keras.Input((4, 1)),
-          layers.GRU(2, return_sequences=True),
-          layers.GRU(2),
-        ]
-      )
-
-    def gradient(x: tf.Tensor) -> Any:
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(model(x) ** 2)
-      return tape.gradient(loss, model.trainable_variables)[0]
-
-    results = _results(_run_in_function(gradient, x))
-    np.testing.assert_allclose(results[0], gradient(x), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(results, [results[0]] * N, rtol=1e-4, atol=1e-6)
-
 
 class TestCollectives:
   def test_all_reduce(self) -> None:
@@ -584,25 +562,6 @@ class TestKeras:
       read = tf.Variable(1.0, synchronization=kinds.ON_READ)
       assert read.synchronization == kinds.ON_READ
 
-  def test_variables_that_tf_keras_casts(self) -> None:
-    policy = tf_keras.mixed_precision.Policy("mixed_bfloat16")
-    with _strategy().scope():
-      layer = tf_keras.layers.Dense(1, use_bias=False, dtype=policy)
-      layer.build((None, 1))
-    [kernel] = layer.weights
-    assert type(kernel).__name__.startswith("AutoCast")
-    _run(lambda: kernel.assign(tf.reshape(_own_mark(), [1, 1])))
-    assert _results(kernel) == [[[mark]] for mark in MARKS]
-    total = _strategy().reduce("SUM", kernel, axis=None)
-    assert total.numpy().item() == sum(MARKS)
-
-
-def test_linear_algebra_that_xla_expands() -> None:
-  matrices = [m * np.array([[2.0, 1.0], [1.0, 3.0]], "float32") for m in MARKS]
-  result = _run(tf.linalg.inv, _values(matrices))
-  for inverse, matrix in zip(result.values, matrices, strict=True):
-    np.testing.assert_allclose(inverse @ matrix, np.eye(2), atol=1e-6)
-
 
 def test_gradients_on_the_host() -> None:
   with _strategy().scope():
@@ -615,9 +574,3 @@ def test_gradients_on_the_host() -> None:
     outside = variable * variable
   assert float(tape.gradient(outside, variable)) == 4.0
   assert testbed.copies(variable) == [2.0, 3.0, 5.0]
-
-
-def test_random_numbers_differ_between_replicas_and_steps() -> None:
-  draw = tf.function(lambda: _strategy().run(lambda: tf.random.normal([2])))
-  drawn = [tuple(each) for _ in range(2) for each in _results(draw())]
-  assert len(set(drawn)) == 2 * N
