@@ -50,11 +50,6 @@ def _fit(model: Any, epochs: int, *listed: Any, **options: Any) -> Any:
   )
 
 
-def _loss(model: Any) -> float:
-  x, y = _data()
-  return float(np.mean((model.predict(x, verbose=0) - y) ** 2))
-
-
 def _assert_equal(found: list[np.ndarray], right: list[np.ndarray]) -> None:
   assert len(found) == len(right)
   for ours, theirs in zip(found, right, strict=True):
@@ -66,6 +61,10 @@ def test_saves_and_restores_groups(folder: str) -> None:
   optimizer = model.optimizer
   _fit(model, 1)
   path = f"{folder}/state.npz"
+  with pytest.raises(ValueError, match=r"`path` is .*Keras cannot load"):
+    Models(model).save(f"{folder}/state.keras")
+  with pytest.raises(FileNotFoundError, match=r"gs://.*save wrote"):
+    Models(model).restore(path)
   Models(model, optimizer).save(path)
   right = _values(model)
   assert tf.io.gfile.listdir(folder) == ["state.npz"]
@@ -78,18 +77,6 @@ def test_saves_and_restores_groups(folder: str) -> None:
     [v.numpy() for v in plain.weights],
     [testbed.copies(v)[GROUPS[1][0]] for v in model.weights],
   )
-
-
-def test_saves_before_the_first_step_but_not_for_keras(folder: str) -> None:
-  model = _model()
-  with pytest.raises(ValueError, match=r"`path` is .*Keras cannot load"):
-    Models(model).save(f"{folder}/state.keras")
-  assert not model.optimizer.built
-  Models(model).save(f"{folder}/state")
-  right = _values(model)
-  _fit(model, 1)
-  Models(model).restore(f"{folder}/state")
-  _assert_equal(_values(model), right)
 
 
 def test_resumes_from_a_backup(folder: str) -> None:
@@ -128,28 +115,6 @@ def test_ignores_a_backup_that_was_not_written_to_its_end(
   assert _fit(resumed, 3, callbacks.BackupAndRestore(folder)).epoch == [1, 2]
 
 
-def test_keeps_the_best_epoch_of_each_group(folder: str) -> None:
-  model = _model()
-  optimizer = model.optimizer
-  path = f"{folder}/best/best.npz"
-  metrics = callbacks.PerModelMetrics(_data())
-  keep = callbacks.PerModelCheckpoint(path)
-  _fit(model, 2, metrics, keep)
-  best = list(keep.best)
-  Models(model, optimizer).restore(path)
-  plain = [Models(model, optimizer)[i] for i in range(2)]
-  np.testing.assert_allclose(list(map(_loss, plain)), best, rtol=1e-5)
-  _fit(model, 1, callbacks.PerModelMetrics(_data()), keep)
-  assert all(new <= old for new, old in zip(keep.best, best, strict=True))
-  with tf.io.gfile.GFile(path, "rb") as file:
-    data = file.read()
-  with tf.io.gfile.GFile(path, "wb") as file:  # The write was killed.
-    file.write(data[: len(data) // 2])
-  again = callbacks.PerModelCheckpoint(path)
-  _fit(model, 1, callbacks.PerModelMetrics(_data()), again)
-  Models(model, optimizer).restore(path)
-
-
 def test_a_write_that_fails_leaves_the_older_file(
   folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,14 +139,6 @@ def test_a_write_that_fails_leaves_the_older_file(
   assert tf.io.gfile.listdir(folder) == ["a.npz"]
   Models(model).restore(path)
   _assert_equal(_values(model), right)
-
-
-def test_errors_are_those_of_local_files(folder: str) -> None:
-  model = _model()
-  _fit(model, 1)
-  path = f"{folder}/none/file.npz"
-  with pytest.raises(FileNotFoundError, match=r"gs://.*save wrote"):
-    Models(model).restore(path)
 
 
 @pytest.mark.parametrize(

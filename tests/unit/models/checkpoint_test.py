@@ -535,11 +535,7 @@ def test_variables_that_do_not_match_raise_an_error(
     (*singles, r"2 groups, \[\[0, 1\], .* has 4, .*with 2 groups"),
     (*adam, "not contain optimizer/adam/iteration, .* and 1 more"),
     (optimizer, None, "contains model/weight, model/scale, .*with a `model`"),
-    (
-      optimizer,
-      [first],
-      "contains model/scale, which the program does not have",
-    ),
+    (optimizer, [first], "contains model/scale, which"),
     (optimizer, [first, scale, extra], "does not contain model/extra"),
     (optimizer, [first, longer], kind + r"float32 \[3\]"),
     (optimizer, [first, half], kind + r"float16 \[\]"),

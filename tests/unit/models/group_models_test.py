@@ -474,10 +474,7 @@ def test_errors_change_nothing(library: str, tmp_path: pathlib.Path) -> None:
       getattr(Models(optimizer=optimizer), method)(0, [])
   assert state() == before
   for other, words in (
-    (
-      _dense(home, "one"),
-      "`into` or `twin` has 2 variables, but `model` has 4",
-    ),
+    (_dense(home, "one"), "`twin` has 2 variables, but `model` has 4"),
     (_dense(home, "two", "one"), "but `model` has model/.*one/kernel"),
     (model, "`twin` has replicas"),
     (

@@ -61,7 +61,7 @@ def test_means_are_added_in_order_in_float64() -> None:
   assert _average(arrays).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_means_of_large_values_do_not_overflow(dtype: str) -> None:
   kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
   largest = tf.as_dtype(dtype).max

@@ -62,7 +62,7 @@ def test_assigned_numbers_are_part_of_each_model(where: str) -> None:
     assert type(plain) is keras.Sequential
     assert float(plain.layers[0].scale) == scales[i]
     other = _build()
-    other.compile(keras.optimizers.SGD(0.125 * i), "mse")
+    other.compile(keras.optimizers.SGD(0.125 * i), "mse", run_eagerly=True)
     other.set_weights([np.float32(scales[i]), start[i]])
     other.fit(np.ones([4, 2]), np.ones([4, 1]), verbose=0)
     for found, right in zip(

@@ -103,10 +103,8 @@ def test_models_that_keras_cannot_clone(said: list[str]) -> None:
       Models(model, optimizer).predict(x)
 
 
-@pytest.mark.parametrize("where", ["models", "mirrored"])
-def test_inputs_that_are_no_arrays(where: str) -> None:
-  strategy = VectorizedStrategy(2) if where == "models" else testbed.mirrored(2)
-  with strategy.scope():
+def test_inputs_that_are_no_arrays() -> None:
+  with VectorizedStrategy(2).scope():
     model = testbed.network()
   sgd = tf.keras.optimizers.SGD()
   for x in (iter([X]), X.tolist(), [], None):

@@ -28,8 +28,6 @@ ALONE: dict[str, Callable[[], Any]] = {
   ("where", "dtype"),
   [
     ("mirrored", "float32"),
-    ("virtual", "float32"),
-    ("mirrored", "bfloat16"),
     ("virtual", "bfloat16"),
     ("mirrored", "bool"),
   ],
