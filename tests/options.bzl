@@ -31,6 +31,7 @@ SLOW = [
     "equivalence/strangers_test.py",
     "equivalence/tf_keras_mode_test.py",
     "multi_process/examples_test.py",
+    "multi_process/imports_test.py",
     "multi_process/multi_worker_errors_test.py",
     "multi_process/multi_worker_replicas_test.py",
     "multi_process/pages_test.py",

@@ -23,19 +23,22 @@ SMALLEST = 2.0**-24  # of float16: the largest absolute error of rounding
 
 
 def _of(*functions: str) -> Any:
-  """Returns a mark that runs a test with all cases of some functions."""
+  """Returns a mark that runs a test with all cases of some functions.
+
+  Four workers take a minute on two cores, so they are slow.
+  """
   chosen = [
-    (launch, key)
+    pytest.param(
+      *(launch, key),
+      id=" ".join([launch, *key]),
+      marks=[pytest.mark.slow] if launch == "own-4" else [],
+    )
     for launch in cases.CASES
     for key in cases.cases_of(launch)
     if key[0] in functions
   ]
   assert chosen
-  return pytest.mark.parametrize(
-    ("launch", "key"),
-    chosen,
-    ids=[" ".join([a, *k]) for a, k in chosen],
-  )
+  return pytest.mark.parametrize(("launch", "key"), chosen)
 
 
 class Launches:

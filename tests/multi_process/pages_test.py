@@ -81,8 +81,7 @@ def test_migration_continues_from_the_checkpoint_and_runs_twice(
   monkeypatch.chdir(tmp_path)
   before, after, towers, read = pages.blocks(MIGRATION, "python")
   # The printed lines are shown below `after`, so nothing may follow it.
-  for _ in range(2):
-    pages.check(MIGRATION, before + after, tmp_path, shown_after=after)
+  pages.check(MIGRATION, before + after, tmp_path, shown_after=after)
   pages.check(MIGRATION, before + after + read, tmp_path, shown_after=after)
   pages.check(MIGRATION, towers, tmp_path)
 

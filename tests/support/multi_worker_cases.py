@@ -277,11 +277,7 @@ def sparse_sum(
     rows = tf.IndexedSlices(values, ids, tf.constant([ROWS, 2], ids.dtype))
     optimizer.apply_gradients([(rows, table), (dense, bias)])
 
-  given = (
-    tf.constant(ids),
-    tf.cast(values, kind if kind == "bfloat16" else "float32"),
-    tf.constant(dense),
-  )
+  given = tf.constant(ids), tf.constant(values), tf.constant(dense)
   run = _run(strategy, step, mode)
   if mode == "dynamic":
     run = tf.function(
@@ -461,9 +457,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
   "own-4": [
     (dense_sum, "large", "crossed", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "mixed", "strided", "eager", {}),
-    (dense_sum, "mixed", "ungrouped", "function", {"wire_dtype": "float16"}),
     (dense_sum, "small", "crossed", "cond", {}),
-    (dense_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (dense_sum, "normal", "crossed", "function", {"wire_dtype": "float16"}),
     (sharded, "ungrouped", "Momentum", {}),
     (sharded, "ungrouped", "Momentum", {"scatter_bytes": 24}),
@@ -471,13 +465,11 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     (sparse_sum, "one without", "crossed", "eager", {}),
     (sparse_sum, "nowhere", "contiguous", "function", {}),
     (sparse_sum, "int64", "crossed", "function", {}),
-    (sparse_sum, "bfloat16", "ungrouped", "function", {}),
     (sparse_sum, "repeated", "crossed", "function", {"wire_dtype": "float16"}),
     (sparse_sum, "normal", "ungrouped", "function", {"wire_dtype": "bfloat16"}),
     (retrace, "crossed", {}),
     (fit, "Adam", "crossed", {}),
     (islands, "crossed", {}),
-    (islands, "singletons", {}),
     (group_callbacks, "crossed", {}),
   ],
   # TensorFlow's own strategy, under which Keras 3's `fit` fails.

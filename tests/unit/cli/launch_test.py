@@ -188,10 +188,7 @@ def test_prints_the_command_of_each_machine(
     (["--nodes=host", "x.py"], "such as host0:12345; got 'host'"),
     (["--nodes=a:1,a:1", "x.py"], "each address once; got a:1,a:1"),
     (["--index=1", "x.py"], "--index needs --nodes. It is the position"),
-    (
-      ["--nodes=a:1", "--index=1", "x.py"],
-      r"in range(1), since --nodes has 1; got 1",
-    ),
+    (["--nodes=a:1", "--index=1", "x.py"], r"in range(1), since"),
   ],
 )
 def test_wrong_options(

@@ -89,11 +89,6 @@ def test_callbacks_warn_once_that_evaluation_mixes_groups(
     assert len(said) == count
 
 
-def test_no_warning_if_groups_are_judged(said: list[str]) -> None:
-  cases.fit(cases.grouped(), callbacks.PerModelMetrics(VALIDATION))
-  assert not said
-
-
 def test_names_of_groups_in_the_logs() -> None:
   named = groups_lib.singletons(2, names=["small", "a/b"])
   model = cases.grouped(groups=named)
@@ -231,7 +226,12 @@ def _plain(rate: float, *kinds: str) -> tuple[Any, list[Any], Any]:
 
 @pytest.mark.tf_keras_mode
 @pytest.mark.parametrize(
-  "kinds", [(STOP,), (LOWER,), (STOP, LOWER), (LOWER, STOP, "PerModelMetrics")]
+  "kinds",
+  [
+    (STOP, LOWER),
+    pytest.param((LOWER,), marks=pytest.mark.slow),
+    pytest.param((LOWER, STOP, "PerModelMetrics"), marks=pytest.mark.slow),
+  ],
 )
 def test_callbacks_of_models_need_no_other_callback_and_no_order(
   kinds: tuple[str, ...],
@@ -262,18 +262,15 @@ def test_callbacks_of_models_need_no_other_callback_and_no_order(
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("monitor", ["loss", "val_accuracy"])
-def test_files_of_callbacks_alone(monitor: str, tmp_path: pathlib.Path) -> None:
+def test_files_of_callbacks_alone(tmp_path: pathlib.Path) -> None:
   with VectorizedStrategy(len(RATES)).scope():
     model = _network(schedules.PerModel(RATES))
-  keep = callbacks.PerModelCheckpoint(tmp_path / "best", monitor)
+  keep = callbacks.PerModelCheckpoint(tmp_path / "best", "loss")
   board = callbacks.PerModelTensorBoard(tmp_path / "curves")
-  model.fit(**FIT, epochs=3, callbacks=[keep if monitor == "loss" else board])
+  model.fit(**FIT, epochs=3, callbacks=[keep, board])
   for i, rate in enumerate(RATES):
     history, *_ = _plain(rate)
-    if monitor == "loss":
-      assert keep.best[i] == pytest.approx(min(history["loss"][:3]), 1e-5)
-      continue
+    assert keep.best[i] == pytest.approx(min(history["loss"][:3]), 1e-5)
     curves = cases.curves(tmp_path / "curves" / f"lr={rate:g}")
     for name in ("val_accuracy", "val_distance", "accuracy", "loss"):
       assert curves[name] == pytest.approx(history[name][:3], 1e-5), name
@@ -294,10 +291,10 @@ def test_a_misspelt_monitor_lists_what_there_is() -> None:
 
 
 @pytest.mark.tf_keras_mode
-@pytest.mark.parametrize("n", [2, 40])
 def test_printing_has_one_line_for_each_metric(
-  n: int, capsys: pytest.CaptureFixture[str]
+  capsys: pytest.CaptureFixture[str],
 ) -> None:
+  n = 40
   with VectorizedStrategy(n).scope():
     model = _network(schedules.PerModel([0.001 * (i + 1) for i in range(n)]))
   used = [callbacks.PerModelReduceLROnPlateau(), callbacks.PerModelMetrics()]

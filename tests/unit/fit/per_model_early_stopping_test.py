@@ -109,6 +109,7 @@ def test_a_second_fit_continues_each_model(restores: bool) -> None:
     model = testbed.network(dropout=0.25)
     adam = keras.optimizers.Adam(rate, use_ema=True, ema_momentum=0.5)
     cases.compiled(model, adam)
+    model.run_eagerly = isinstance(rate, float)  # plain Keras
     for epochs, used in (9, [stop]), (1, []):
       model.fit(
         cases.data(),

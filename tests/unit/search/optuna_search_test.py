@@ -390,6 +390,7 @@ print(float(model.layers[1].activation), model.layers[2].rate)
 """
 
 
+@pytest.mark.slow
 def test_the_winner_keeps_its_choice_in_a_new_process(
   tmp_path: pathlib.Path,
 ) -> None:
