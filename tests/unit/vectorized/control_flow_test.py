@@ -107,6 +107,12 @@ def _chosen_slice(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
   return tf.cond(i < 3, lambda: a * a[i], lambda: a * 0.5)
 
 
+def _chosen_of_any_rank(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
+  b = tf.raw_ops.PlaceholderWithDefault(input=a, shape=None)
+  result = tf.cond(i < 2, lambda: tf.sin(b) + v, lambda: b)
+  return tf.ensure_shape(result, [3, 3])
+
+
 def _chosen_assignment(v: Any, i: tf.Tensor, a: tf.Tensor) -> tf.Tensor:
   return tf.cond(i < 2, lambda: a + v.assign_add(a), lambda: a * 1.5)
 
@@ -188,6 +194,7 @@ BODIES: dict[str, Body] = {
   "nested loop": _nested_loop,
   "nested condition": _chosen,
   "condition of a slice": _chosen_slice,
+  "condition of any rank": _chosen_of_any_rank,
   "array": _written,
 }
 EFFECTS: dict[str, Body] = {

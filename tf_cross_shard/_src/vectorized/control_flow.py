@@ -245,6 +245,8 @@ def _merge_tensors(
 # optionals: one branch gives a value, and the other one gives none. Here, the
 # value is stacked, and all branches may give one. So an optional of the
 # original graph becomes an optional of all branches' optionals.
+# The form for XLA has no optionals, but TensorFlow fails to differentiate it if
+# a loop in a branch reads a variable: its handle is a result of the branch.
 
 
 def _pack(optionals: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -361,7 +361,7 @@ def wrap_stacked(before: tf.Tensor, after: tf.Tensor, count: int) -> Wrapped:
 def select(mask: Any, values: tf.Tensor, others: tf.Tensor) -> tf.Tensor:
   """Returns `values` for the models in the mask, and `others` elsewhere."""
   if values.shape.rank is None:  # TensorFlow selects vectors of any rank.
-    return tf.raw_ops.Select(condition=mask, t=values, e=others)
+    return tf.raw_ops.Select(condition=mask, x=values, y=others)
   ones = [1] * (values.shape.rank - 1)
   return tf.where(tf.reshape(mask, [-1, *ones]), values, others)
 
