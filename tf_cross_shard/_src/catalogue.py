@@ -1,12 +1,6 @@
 """What `help` shows of public classes and functions: module and docstring.
 
-    class in _src/core/keras3/classes.py      where it is written
-    tf_cross_shard/keras3.py, __all__         where users import it from
-    cls.__module__ = "tf_cross_shard.keras3"  what `publish` sets
-
-`help`, `repr`, the documentation and pickles show `__module__`. They then show
-the public module, which is stable, rather than a module in `_src`, which may
-move.
+Pickles name `__module__`, too: the public module, not one that may move.
 """
 
 import inspect
@@ -18,10 +12,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 def publish(module: Mapping[str, Any]) -> Callable[[], list[str]]:
-  """Makes a module, given its `globals()`, the home of the names in `__all__`.
-
-  Returns a function for the module's `__dir__`, which returns the public names.
-  """
+  """Makes a module the home of its `__all__`; returns its `__dir__`."""
   names = module["__all__"]
   for name in names:
     member = module[name]
@@ -33,10 +24,7 @@ def publish(module: Mapping[str, Any]) -> Callable[[], list[str]]:
 
 
 def documented(cls: _Class) -> _Class:
-  """Joins the docstrings of a class, of its first base and of the constructor.
-
-  The class for each Keras documents only what differs.
-  """
+  """Joins the docstrings of a class, of its first base and its constructor."""
   first = cls.__bases__[0]
   specific, shared = map(inspect.getdoc, (cls, first))
   constructor = vars(first).get("__init__")

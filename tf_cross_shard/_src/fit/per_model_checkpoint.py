@@ -93,16 +93,8 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
     self._is_new = False
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Reads the file of the run that continues, and its best values.
-
-    They are newer than those in `state`, if epochs have ended since.
-
-    Raises:
-      CheckpointError: If the file was written for another model or metric;
-        raised on all workers.
-      OSError: If the file cannot be read; raised on all workers.
-    """
-    del state
+    """Reads the file of the run that continues, and its best values."""
+    del state  # The file is newer if epochs have ended since.
     copies = replicas_lib.Copies(self.model.distribute_strategy)
     topic = f"reading {self._path.name}"
     with group_state.raising_on_all(copies.workers, topic) as outcomes:

@@ -169,10 +169,7 @@ def _can_train(
   optimizer: Any,
   other: tf.distribute.Strategy,
 ) -> bool:
-  """Returns whether an optimizer of `strategy` can train variables of `other`.
-
-  On one device, it can if the optimizer was created outside all scopes.
-  """
+  """Returns whether an optimizer of a strategy can train another's weights."""
   copies = map(single_program.num_copies, (strategy, other))
   # Do not look at `iterations`, which is a tensor if Keras 3 accumulates
   # gradients.

@@ -62,18 +62,13 @@ class Entry(NamedTuple):
 class GroupState:
   """The variables of an optimizer and a model, in all groups.
 
-  All workers call the methods alike. `rates` has the place among the layers of
-  each `TunableDropout`, by the name of its weight.
+  `rates` has each `TunableDropout`'s place among the layers, by its weight.
   """
 
   def __init__(
     self, optimizer: Any, model: Any = None, with_optimizer: bool = True
   ) -> None:
-    """Takes a model, a list of variables, or None for the optimizer alone.
-
-    Without `with_optimizer`, the optimizer, of which only the groups are read,
-    need not be built.
-    """
+    """Takes a model, a list of variables, or None for the optimizer alone."""
     if optimizer is not None:
       nested_lib.check_optimizer(optimizer)
     self.optimizer = optimizer
@@ -133,10 +128,7 @@ class GroupState:
     self.copies.compare_workers(topic, lines)
 
   def names_that_differ(self, topic: str) -> set[str]:
-    """Returns the names of variables whose values differ within a group.
-
-    If members have to share one, the error names the `topic`.
-    """
+    """Returns the names of variables whose values differ within a group."""
     if self.groups.group_size == 1:
       return set()
     # A group, its first member and a member that differs, by name.
@@ -158,11 +150,7 @@ class GroupState:
     return members.index(replica)
 
   def arrays(self, topic: str) -> dict[str, archive.Array]:
-    """Returns the values of all groups, by their names in a checkpoint.
-
-    A variable has one array per group or, if members differ, one per member.
-    Only the first worker returns the values.
-    """
+    """Returns the values of all groups as a file has them, on worker 0 only."""
     self.compare_workers(topic)
     differing = self.names_that_differ(topic)
     warn_if_collapsed(self.optimizer)
@@ -193,10 +181,7 @@ class GroupState:
     arrays: Mapping[str, archive.Array],
     values: Mapping[str, Any] | None = None,
   ) -> None:
-    """Writes a checkpoint on the first worker, with JSON `values` if given.
-
-    If writing fails, the error is raised on all workers.
-    """
+    """Writes a checkpoint on the first worker, with JSON `values` if given."""
     with self.raising_on_all(topic):
       if self.copies.is_first:
         about: dict[str, Any] = {
@@ -277,12 +262,8 @@ class GroupState:
 def raising_on_all(
   workers: agreement.Workers | None, topic: str, nbytes: int = 0
 ) -> Iterator[list[dict[str, Any]]]:
-  """Raises an error of one worker on all, which would wait for it forever.
-
-  Yields a list with one dictionary, into which this worker puts JSON values. At
-  the end, the list has the dictionary of each worker. `nbytes` extends the wait
-  by the time that a slow disk needs for them.
-  """
+  """Raises an error of one worker on all, which would wait for it forever."""
+  # This worker puts JSON values into it; at the end, it has those of each.
   outcomes: list[dict[str, Any]] = [{}]
   error: Exception | None = None
   try:
@@ -326,10 +307,7 @@ def accept_values(optimizer: Any) -> None:
 
 
 def is_seed(name: str) -> bool:
-  """Returns whether a variable is the state of a random number generator.
-
-  Keras' `SeedGenerator` and `layers.TunableDropout` give it this name.
-  """
+  """Returns whether Keras names the state of a random number generator so."""
   return name.split("/")[-1].startswith("seed_generator_state")
 
 
@@ -340,13 +318,10 @@ def has_mean(variable: Any) -> bool:
 
 
 def mean(arrays: Sequence[archive.Array]) -> archive.Array:
-  """Returns the mean of arrays, computed in float64 or complex128.
-
-  If the sum overflows, the arrays are divided before they are added.
-  """
+  """Returns the mean of arrays, computed in float64 or complex128."""
   count, dtype = len(arrays), arrays[0].dtype
   wide = np.complex128 if dtype.kind == "c" else np.float64
-  with np.errstate(over="ignore", invalid="ignore"):
+  with np.errstate(over="ignore", invalid="ignore"):  # The sum may overflow.
     total = sum(array.astype(wide) for array in arrays) / count
     parts = sum(array.astype(wide) / count for array in arrays)
   return np.asarray(np.where(np.isfinite(total), total, parts)).astype(dtype)

@@ -373,11 +373,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     return state
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Continues the search of a backup.
-
-    Raises:
-      CheckpointError: If the backup is that of another search.
-    """
+    """Continues the search of a backup."""
     super().set_state(state)
     about = json.loads(np.asarray(state["search"], np.uint8).tobytes())
     plan = [self.monitor, self.epochs]

@@ -9,11 +9,7 @@ from tf_cross_shard._src.search import study as study_lib
 
 
 class BestWeights:
-  """Keeps the weights of the best epoch of `best`.
-
-  `best` is the best complete trial of this process. A `sign` of 1.0 says that a
-  larger value is better, and -1.0 that a smaller one is.
-  """
+  """Keeps the weights of the best complete trial of this process."""
 
   def __init__(self, sign: float, folder: epath.Path | None) -> None:
     self.best: study_lib.Running | None = None
