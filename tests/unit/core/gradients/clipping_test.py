@@ -155,6 +155,7 @@ def test_ours_clips_before_the_sum_and_opt_after(which: str) -> None:
   strategy = testbed.mirrored(2)
   for ours, opt, own, total in (
     (None, None, None, 9.0),
+    (0.0, None, None, 9.0),  # As in Keras, 0 does not clip.
     (2.0, None, None, 3.0),
     (None, 2.5, None, 2.5),
     (4.0, 3.5, None, 3.5),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import fake_engine
+from tests.support import testbed, training
 from tf_cross_shard import CrossShardOptimizer
 
 keras = tf.keras
@@ -28,18 +28,16 @@ BAD = (float("nan"), float("inf"), float("-inf"))
 )
 def test_sums_are_checked(grads: list[float], options: Any) -> None:
   """All members skip the step if the gradient of one member is nonfinite."""
-  trained = fake_engine.replicas(
-    lambda: SGD(0.5), [[1.0, 2.0]], skip_nonfinite=True, **options
-  )
   rows = [[grads[0], 1.0], [1.0, 1.0], [grads[1], 1.0], [1.0, 1.0]]
-  fake_engine.train(trained, [[rows]])
-  assert [int(each.step.guard.skipped_steps) for each in trained] == [
-    1,
-    0,
-    1,
-    0,
-  ]
-  values = [each.values[0].tolist() for each in trained]
+  weights, optimizer = training.build(
+    *("keras", lambda library: library.optimizers.SGD(0.5), {"w": [1.0, 2.0]}),
+    group_assignment=testbed.GROUPINGS["strided"],
+    skip_nonfinite=True,
+    **options,
+  )
+  training.train(weights, optimizer, [np.array([rows])], mode="eager")
+  assert testbed.copies(optimizer.skipped_steps) == [1, 0, 1, 0]
+  values = [copy.tolist() for copy in testbed.copies(weights[0])]
   assert values == [[1.0, 2.0], [0.0, 1.0]] * 2
 
 
