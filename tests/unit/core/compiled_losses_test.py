@@ -5,7 +5,6 @@ And where `compile` puts the loss scale.
 
 import logging
 import pathlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from tf_cross_shard import tf_keras as ours_tf_keras
 
 ROWS = 16
 LIBRARIES = [(keras, keras3), (tf_keras, ours_tf_keras)]
+in_both = pytest.mark.parametrize(("library", "package"), LIBRARIES)
 # Small integers, which float32 adds without rounding.
 _dice = np.random.default_rng(7)
 X = _dice.integers(-3, 4, (2 * ROWS, 3)).astype("float32")
@@ -129,16 +129,28 @@ def _check(
           assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
-@pytest.mark.parametrize("grouping", ["ungrouped", "strided"])
+@in_both
+@pytest.mark.parametrize(
+  ("grouping", "extra", "how"),
+  [
+    ("strided", False, {}),
+    ("ungrouped", False, {"run_eagerly": True}),
+    ("contiguous", True, {"steps_per_execution": 2}),
+  ],
+)
 def test_each_group_trains_as_plain_keras(
-  library: Any, package: Any, grouping: str
+  library: Any, package: Any, grouping: str, extra: bool, how: dict[str, Any]
 ) -> None:
-  options = {"group_assignment": testbed.GROUPINGS[grouping]}
-  _check(library, package, options, _losses(library))
+  """With added losses and regularizers, too, and in several steps."""
+  options = {
+    "group_assignment": testbed.GROUPINGS[grouping],
+    "scale_gradients": "run_eagerly" in how,
+  }
+  compiled = {**_losses(library), **how}
+  _check(library, package, options, compiled, extra, 2 if how else 1)
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_an_output_without_a_loss(library: Any, package: Any) -> None:
   """In Keras 3, the loss of the other output is not reduced."""
   options = {"group_assignment": testbed.GROUPINGS["strided"]}
@@ -153,34 +165,15 @@ def test_a_loss_of_tf_keras_without_a_reduction_is_refused() -> None:
     _check(tf_keras, ours_tf_keras, {}, {"loss": [none, none]})
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
-def test_added_losses_and_regularizers(library: Any, package: Any) -> None:
-  options = {"group_assignment": testbed.GROUPINGS["contiguous"]}
-  _check(library, package, options, _losses(library), extra=True)
-
-
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
-@pytest.mark.parametrize(
-  "how", [{"steps_per_execution": 2}, {"run_eagerly": True}]
-)
-def test_several_steps(library: Any, package: Any, how: dict[str, Any]) -> None:
-  options = {
-    "group_assignment": testbed.GROUPINGS["contiguous"],
-    "scale_gradients": "run_eagerly" in how,
-  }
-  _check(library, package, options, {**_losses(library), **how}, steps=2)
-
-
-@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]]])
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_train_on_batch_is_that_of_plain_keras(
-  library: Any, package: Any, groups: Any, said: list[str]
+  library: Any, package: Any, said: list[str]
 ) -> None:
   """In Keras 3, each replica receives the whole batch; tf_keras divides it."""
   compiled, sgd = _losses(library), library.optimizers.SGD
   with testbed.mirrored().scope():
     optimizer = package.CrossShardOptimizer(
-      sgd(2.0**-8), "mean", "ours", groups
+      sgd(2.0**-8), "mean", "ours", testbed.GROUPINGS["contiguous"]
     )
     model = _model(library, optimizer, **compiled)
   outputs = len(model.outputs)
@@ -188,7 +181,7 @@ def test_train_on_batch_is_that_of_plain_keras(
   is_whole = library is keras
   assert any("train_on_batch gives every" in line for line in said) == is_whole
   alone = _model(library, sgd(2.0**-8), **compiled)
-  rows = ROWS if is_whole or not groups else ROWS // 2
+  rows = ROWS if is_whole else ROWS // 2
   alone.train_on_batch(X[:rows], [Y[:rows]] * outputs)
   for ours, plain in zip(model.weights, alone.weights, strict=True):
     assert testbed.copies(ours)[0].tolist() == np.asarray(plain).tolist()
@@ -221,7 +214,7 @@ def test_fit_builds_a_subclassed_model(kind: str) -> None:
   assert set(model.dtypes) == {"string" if kind == "strings" else "int32"}
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 @pytest.mark.parametrize("kind", ["function", "class"])
 def test_a_number_with_weights_of_examples(
   library: Any, package: Any, kind: str
@@ -234,12 +227,12 @@ def test_a_number_with_weights_of_examples(
 
   loss = one_number if kind == "function" else OwnCall(name="own")
   sgd = library.optimizers.SGD
-  with testbed.mirrored().scope():
+  with testbed.mirrored(2).scope():
     optimizer = package.CrossShardOptimizer(sgd(2.0**-8))
     model = _single(library, optimizer, loss)
   plain = _single(library, sgd(2.0**-8), loss)
-  quarter = np.tile(np.arange(4), 4)  # Equal examples on each replica.
-  for each, rows in ((model, quarter), (plain, quarter[:4])):
+  half = np.tile(np.arange(4), 2)  # Equal examples on each replica.
+  for each, rows in ((model, half), (plain, half[:4])):
     each.fit(
       X[rows],
       Y[rows],
@@ -266,7 +259,6 @@ def _single(library: Any, optimizer: Any, loss: Any, kind: Any = None) -> Any:
     (1, "mean sum number", None, ["loss one_number returns one number"]),
     # What this warning says to pass instead.
     (0, "number", "global", []),
-    (1, "number", "global", []),
     (0, "mean", "replica", ["mean_squared_error by 0.5", "right factor is 2"]),
     (1, "mean sum", "global", ["mean_squared_error by 2", "factor is 1"]),
   ],
@@ -302,13 +294,20 @@ def test_what_is_logged(
   assert "loss_averaged_over" in line
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
-@pytest.mark.parametrize("argument", [None, "global"])
-@pytest.mark.parametrize("kind", ["loss", "step", "compiled", "super"])
+@pytest.mark.parametrize(
+  ("which", "kind", "argument"),
+  [
+    *((0, kind, None) for kind in ("loss", "step", "super")),
+    *((1, kind, None) for kind in ("loss", "step", "compiled")),
+    (0, "compiled", "global"),
+    (1, "loss", "global"),
+  ],
+)
 def test_a_model_with_a_step_or_a_loss_of_its_own(
-  library: Any, package: Any, kind: str, argument: str | None, said: list[str]
+  which: int, kind: str, argument: str | None, said: list[str]
 ) -> None:
   """Only a model that computes its own loss gets a warning, in `fit`."""
+  library, package = LIBRARIES[which]
 
   class Model(library.Sequential):
     pass
@@ -354,7 +353,7 @@ def test_a_model_with_a_step_or_a_loss_of_its_own(
   ] * warns
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_a_model_with_added_losses_alone(
   library: Any, package: Any, said: list[str]
 ) -> None:
@@ -374,14 +373,14 @@ def test_a_model_with_added_losses_alone(
     return model.get_weights()
 
   sgd = library.optimizers.SGD
-  with testbed.mirrored().scope():
+  with testbed.mirrored(2).scope():
     found = train(package.CrossShardOptimizer(sgd(2.0**-8)))
   for value, right in zip(found, train(sgd(2.0**-8)), strict=True):
     np.testing.assert_allclose(value, right, rtol=1e-6)
   assert not said
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_a_loop_of_its_own_for_a_compiled_model(
   library: Any, package: Any, said: list[str]
 ) -> None:
@@ -398,12 +397,12 @@ def test_a_loop_of_its_own_for_a_compiled_model(
   assert "assumes that the loss is averaged over all replicas' exam" in line
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_a_compiled_model_is_saved_and_loaded(
   library: Any, package: Any, tmp_path: Any
 ) -> None:
   path = str(tmp_path / "model.keras")
-  with testbed.mirrored().scope():
+  with testbed.mirrored(2).scope():
     optimizer = package.CrossShardOptimizer("sgd")
     loss = library.losses.MeanSquaredError(reduction="sum")
     model = _single(library, optimizer, loss)
@@ -415,7 +414,7 @@ def test_a_compiled_model_is_saved_and_loaded(
   assert copies[0].tolist() == copies[1].tolist()
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_xla_is_refused_where_it_cannot_compile_the_sum(
   library: Any, package: Any
 ) -> None:
@@ -533,11 +532,7 @@ def test_a_loss_scale_that_would_lose_state_is_refused(
   mixed: Any, how: str, tmp_path: pathlib.Path
 ) -> None:
   library, package = mixed
-  words = (
-    "compile cannot put a LossScaleOptimizer inside a CrossShardOptimizer that"
-    r" is built or restored already.*CrossShardOptimizer\(LossScaleOptimizer\("
-    r"SGD\(\.\.\.\)\)\)\."
-  )
+  words = r"built or restored.*CrossShardOptimizer\(LossScaleOptimizer\(SGD"
 
   def make() -> tuple[Any, Any]:
     with testbed.mirrored(2).scope():
@@ -556,18 +551,14 @@ def test_a_loss_scale_that_would_lose_state_is_refused(
     model.compile(ours, "mse")
 
 
-@pytest.mark.parametrize(("library", "package"), LIBRARIES)
+@in_both
 def test_a_loss_scale_around_is_refused(library: Any, package: Any) -> None:
   scaled = library.mixed_precision.LossScaleOptimizer
   sgd = library.optimizers.SGD()
   sgd.loss_scale_factor = 8.0
-  words = (
-    "A LossScaleOptimizer must not be around a CrossShardOptimizer, because"
-    " sums of gradients show whether a step overflows. Put it inside:"
-    " CrossShardOptimizer(LossScaleOptimizer(SGD(...)))."
-  )
+  words = r"Put it inside: CrossShardOptimizer\(LossScaleOptimizer\(SGD"
   for inside in (sgd, scaled(library.optimizers.SGD())):
     ours = package.CrossShardOptimizer(inside)
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+    with pytest.raises(ValueError, match=words):
       scaled(ours)
   assert sgd.loss_scale_factor == 8.0

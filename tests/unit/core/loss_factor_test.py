@@ -1,6 +1,5 @@
 """The factor of a loss, against plain Keras on the batch of each group."""
 
-import itertools
 from typing import Any
 
 import keras
@@ -9,32 +8,6 @@ import tensorflow as tf
 from tests.support import testbed, training
 
 GROUPS = testbed.GROUPINGS["strided"]
-
-
-@training.in_both
-def test_each_cell_of_the_table(which: str) -> None:
-  """Both reductions, each with a replica's mean and with a global mean."""
-  library, package = training.KERASES[which]
-  task, strategy = training.Regression(), testbed.mirrored()
-  sgd = library.optimizers.SGD
-  for reduction, way in itertools.product(
-    ("mean", "sum"), ("minimize", "minimize_tape")
-  ):
-    with strategy.scope():
-      variables = task.variables(library)
-      optimizer = package.CrossShardOptimizer(
-        sgd(0.125), reduction, group_assignment=GROUPS
-      )
-      optimizer.build(variables)
-    task.train_replicas(strategy, optimizer, variables, True, way)
-    count = 1.0 if reduction == "mean" else 2.0
-    training.check_groups(
-      training.by_replica(variables),
-      GROUPS,
-      lambda members, count=count: task.train_alone(
-        members, sgd(0.125), count, library
-      ),
-    )
 
 
 def test_loss_objects_of_keras_3_are_global_in_a_loop() -> None:
