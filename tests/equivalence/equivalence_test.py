@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support import covering, oracle, testbed, training
+from tests.support import (
+  covering,
+  oracle,
+  random_programs,
+  testbed,
+  training,
+)
 from tf_cross_shard import CrossShardOptimizer
 
 # `loss_convention_test.py` has the factor of every combination.
@@ -130,7 +136,8 @@ def test_against_plain_keras_and_the_oracle(
 
 
 @pytest.mark.parametrize(
-  "optimizer", sorted(set(testbed.OPTIMIZERS) - set(UPDATES))
+  "optimizer",
+  sorted({*testbed.OPTIMIZERS} - {*UPDATES} - {*random_programs.OPTIMIZERS}),
 )
 def test_every_other_optimizer(optimizer: str) -> None:
   task = training.Regression()

@@ -23,7 +23,6 @@ IDS = _RNG.integers(0, 5, (3, LOOKUPS)).astype("int32")
 GRADS = _RNG.normal(size=(3, LOOKUPS, WIDTH)).astype("float32")
 SETTINGS: tuple[dict[str, Any], ...] = (
   {},
-  {"clipnorm": 1.0},
   {"global_clipnorm": 1.0},
   {"clipvalue": 0.3},
   {"weight_decay": 0.1},
@@ -112,33 +111,3 @@ def test_rows_are_summed_first_if_asked(options: dict[str, Any]) -> None:
     v for v in optimizer.inner_optimizer.variables if "velocity" in v.path
   ]
   np.testing.assert_allclose(velocity.numpy(), 0.001 * dense**2, rtol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{}, {"fused_update": False}])
-def test_fit(options: dict[str, Any]) -> None:
-  """A small recommender, on one device and on four replicas."""
-  ids = np.random.default_rng(0).integers(0, 5, (64, 3))
-  y = np.random.default_rng(1).normal(size=(64, 1)).astype("float32")
-
-  def fit(strategy: Any, wrap: Any) -> np.ndarray:
-    with strategy.scope():
-      keras.utils.set_random_seed(0)
-      model = keras.Sequential(
-        [
-          keras.Input((3,), dtype="int32"),
-          keras.layers.Embedding(5, 4),
-          keras.layers.Flatten(),
-          keras.layers.Dense(1),
-        ]
-      )
-      model.compile(wrap(keras.optimizers.Adam(0.05)), "mse")
-    model.fit(ids, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
-    return model.get_weights()[0]
-
-  def wrap(opt: Any) -> Any:
-    return training.KERASES["keras"][1].CrossShardOptimizer(opt, **options)
-
-  one = tf.distribute.get_strategy()
-  plain = fit(one, lambda opt: opt)
-  for strategy in (one, testbed.mirrored()):
-    np.testing.assert_allclose(fit(strategy, wrap), plain, rtol=0, atol=2e-5)
