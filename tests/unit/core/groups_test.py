@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import pickle
-import time
 import types
 from typing import Any
 
@@ -78,13 +77,10 @@ def test_every_accepted_form_is_the_same_table(table: Table) -> None:
     assert {type(replica) for replica in ids} == {int}
 
 
-def test_65536_replicas_are_checked_quickly() -> None:
+def test_65536_replicas() -> None:
+  """A quadratic check would take minutes."""
   table = np.random.default_rng(0).permutation(65_536).reshape(-1, 32)
-  start = time.perf_counter()
-  groups = Groups(table)
-  seconds = time.perf_counter() - start
-  assert groups.num_replicas == 65_536
-  assert seconds < 10  # a quadratic check would take minutes
+  assert Groups(table).num_replicas == 65_536
 
 
 # Refused tables.

@@ -121,7 +121,8 @@ class TestReduction:
         testbed.run(
           lambda o=optimizer, w=weight, s=step: o.apply_gradients(
             [(testbed.mark(), w)], s
-          )
+          ),
+          "eager",
         )
       assert step.numpy() == 2
       assert testbed.copies(weight) == [-30.0] * 4

@@ -45,9 +45,6 @@ def _decay(library: Any, rate: float) -> Any:
 Make = Callable[[Any, Any], Any]
 OPTIMIZERS: dict[str, Make] = {
   "SGD": lambda library, rate: library.optimizers.SGD(rate),
-  "decayed weights": lambda library, rate: library.optimizers.AdamW(
-    rate, weight_decay=0.5
-  ),
   "averages": lambda library, rate: library.optimizers.Adam(
     rate, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1
   ),
@@ -74,7 +71,7 @@ def _halved(library: Any, rate: Any) -> Any:
 
 
 def _train(
-  engine: str, library: Any, make: Make, rates: Any, eager: bool, **options: Any
+  engine: str, library: Any, make: Make, rates: Any, **options: Any
 ) -> tuple[training.Regression, list[Any]]:
   task, strategy = training.Regression(), ENGINES[engine]()
   with strategy.scope():
@@ -85,27 +82,25 @@ def _train(
       **options,
     )
     optimizer.build(variables)
-  task.train_replicas(strategy, optimizer, variables, eager)
+  task.train_replicas(strategy, optimizer, variables)
   return task, variables
 
 
 @pytest.mark.parametrize(
-  ("engine", "library", "optimizer", "options", "eager"),
+  ("engine", "library", "optimizer", "options"),
   [
-    ("mirrored", keras, "averages", {"fused_update": False}, True),
-    ("mirrored", keras, "loss scale", {"shard_update": True}, False),
-    ("mirrored", tf_keras, "warmup", {}, False),
-    ("virtual", keras, "decayed weights", {"shard_update": True}, False),
-    ("virtual", tf_keras, "averages", {}, False),
+    ("mirrored", keras, "loss scale", {"shard_update": True}),
+    ("mirrored", tf_keras, "warmup", {}),
+    ("virtual", tf_keras, "averages", {}),
   ],
 )
 def test_each_group_learns_with_its_rate(
-  engine: str, library: Any, optimizer: str, options: Any, eager: bool
+  engine: str, library: Any, optimizer: str, options: Any
 ) -> None:
   """One learning rate is a number, the other one a schedule."""
   make = OPTIMIZERS[optimizer]
   rates = [RATES[0], _decay(library, RATES[1])]
-  task, variables = _train(engine, library, make, rates, eager, **options)
+  task, variables = _train(engine, library, make, rates, **options)
   plain = make
   if optimizer == "loss scale":  # The scale is a power of 2.
     plain = lambda library, rate: library.optimizers.Adam(rate)  # noqa: E731
@@ -194,7 +189,7 @@ def test_tf_keras_mode() -> None:
   assert issubclass(schedules.PerModel, base)
   library = tf_keras if testbed.IS_TF_KERAS else keras
   assert schedules.PerModel is _of(library).PerModel
-  task, variables = _train("mirrored", library, OPTIMIZERS["SGD"], RATES, False)
+  task, variables = _train("mirrored", library, OPTIMIZERS["SGD"], RATES)
   for members, rate in zip(STRIDED, RATES, strict=True):
     expected = task.train_alone(members, library.optimizers.SGD(rate))
     np.testing.assert_array_equal(

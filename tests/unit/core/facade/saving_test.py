@@ -1,7 +1,6 @@
 """Saving or setting weights in ways that lose the values of groups warns."""
 
 import copy
-import functools
 import pathlib
 import pickle
 import warnings
@@ -69,7 +68,6 @@ def _ways(model: Any, folder: pathlib.Path) -> dict[str, Callable[[], Any]]:
     ("keras", "checkpoint"),
     ("keras", "pickle"),
     ("tf_keras", "model"),
-    ("tf_keras", "checkpoint"),
   ],
 )
 def test_groups_are_warned_about_once(
@@ -232,29 +230,6 @@ def test_warning_if_callbacks_make_groups_equal(
   assert "tf_cross_shard.Models(model).save()" in line
 
 
-def test_groups_of_a_tpu_are_warned_about(said: list[str]) -> None:
-  """Trains several members per group in a custom loop."""
-  strategy = testbed.virtual(4)
-  [weight], optimizer = training.build(
-    *("keras", lambda library: library.optimizers.SGD()),
-    *({"weight": np.zeros(2, "f")}, strategy),
-    group_assignment=testbed.GROUPINGS["strided"],
-  )
-  run = training.stepper([weight], optimizer, strategy)
-  step = functools.partial(run, [[1, 2], [2, 4], [4, 8], [8, 16]])
-  step()
-  Models([weight], optimizer).average()
-  pickle.dumps(optimizer)
-  assert said == []  # `average` made the groups equal.
-  step()
-  pickle.dumps(optimizer)
-  [line] = said
-  assert "which differ in weights" in line
-  weight.assign(weight)
-  pickle.dumps(optimizer)
-  assert COLLAPSED in said[1]
-
-
 def test_functions_that_keep_or_equalize_groups_do_not_warn(
   said: list[str], tmp_path: pathlib.Path
 ) -> None:
@@ -271,23 +246,6 @@ def test_functions_that_keep_or_equalize_groups_do_not_warn(
     testbed.fit(model, _data())
   # Only what Keras would evaluate is warned about.
   assert [line for line in said if "evaluate()" not in line] == []
-
-
-def test_moving_averages_are_each_groups_own() -> None:
-  """Keras writes averages into the weights when `fit` ends."""
-
-  def make(home: Any) -> Any:
-    return home.SGD(0.5, use_ema=True, ema_momentum=0.5)
-
-  model = _model("tf_keras", make=make)
-  testbed.fit(model, _data())
-  inner = model.optimizer.inner_optimizer
-  averages = inner._model_variables_moving_average
-  for weight, average in zip(model.trainable_variables, averages, strict=True):
-    found = testbed.values(weight)
-    assert found[0].tobytes() != found[1].tobytes()
-    for mine, expected in zip(found, testbed.values(average), strict=True):
-      np.testing.assert_array_equal(mine, expected)
 
 
 def _nadam_within(library: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from tests.support import testbed, training
+from tests.support import testbed
 from tf_cross_shard import Models, keras3
 from tf_cross_shard import tf_keras as sharded
 from tf_cross_shard.tf_keras import CrossShardOptimizer
@@ -118,7 +118,6 @@ def test_a_name_is_a_new_optimizer_in_a_graph() -> None:
 
 class TestReduction:
   def test_sums_in_groups_eagerly(self) -> None:
-    """`test_the_numbers_of_plain_tf_keras` has sums in a function."""
     optimizer, weight = _make(
       lambda: optimizers.SGD(1.0), 0.0, group_assignment=HALVES
     )
@@ -153,39 +152,6 @@ class TestReduction:
 
     _run(step)
     assert testbed.copies(weight) == [-3.0, -3.0, -4.0, -4.0]
-
-  def test_rows(self) -> None:
-    optimizer, table = _make(
-      lambda: optimizers.SGD(1.0), [[0.0]] * 4, group_assignment=HALVES
-    )
-
-    def step() -> Any:
-      row = testbed.replica_id() // 2
-      values = tf.reshape(tf.stack([testbed.mark(), testbed.mark()]), [2, 1])
-      rows = tf.IndexedSlices(values, tf.stack([row, row]), tf.constant([4, 1]))
-      return optimizer.apply_gradients([(rows, table)])
-
-    _run(step)
-    for replica, copy in enumerate(testbed.copies(table)):
-      expected = np.zeros([4, 1])
-      expected[replica // 2] = [-6.0, -24.0][replica // 2]
-      np.testing.assert_array_equal(copy, expected)
-
-  @pytest.mark.parametrize("name", ["Adafactor", "Ftrl"])
-  def test_the_numbers_of_plain_tf_keras(self, name: str) -> None:
-    strategy, task = testbed.mirrored(), training.Regression()
-    make, groups = testbed.optimizers_of(tf_keras)[name], [[0, 2], [1, 3]]
-    with strategy.scope():
-      variables = task.variables(tf_keras)
-      optimizer = CrossShardOptimizer(make(), group_assignment=groups)
-      optimizer.build(variables)
-    task.train_replicas(strategy, optimizer, variables)
-    training.check_groups(
-      training.by_replica(variables),
-      groups,
-      lambda members: task.train_alone(members, make(), library=tf_keras),
-      training.near,
-    )
 
   def test_constraints(self) -> None:
     with testbed.mirrored().scope():
