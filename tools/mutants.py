@@ -63,7 +63,7 @@ MUTANTS = [
   # Kernels, and numbers by model.
   ("core/wrapped/fused.py", "core/wrapped/fused", "optimizer.iterations) + 1", "optimizer.iterations)"),
   ("core/wrapped/overriding.py", "core/wrapped/fused", "        present[name] = before[name]", "        pass"),
-  ("core/per_model_settings.py", "core/per_model_settings", "tf.gather(number.as_tensor(), group)", "tf.gather(number.as_tensor(), 0)"),
+  ("core/per_model/settings.py", "core/per_model/settings", "tf.gather(number.as_tensor(), group)", "tf.gather(number.as_tensor(), 0)"),
   # Satellites.
   ("vectorized/vectorizer.py", "vectorized/control_flow", "return tf.where(tf.reshape(mask, [-1, *ones]), values, others)", "return values"),
   ("islands/outer_optimizer.py", "islands/outer_optimizer", "tf.where(is_finite, anchor, weight)", "anchor"),

@@ -20,7 +20,7 @@ from tf_cross_shard._src.core import (
   single_program,
   validation,
 )
-from tf_cross_shard._src.core import per_model as per_model_lib
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.facade import arguments, facade

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tf_cross_shard._src.core import per_model as per_model_lib
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import warnings as warnings_lib

@@ -23,9 +23,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import (
   accumulation,
-  group_context,
   loss_convention,
-  per_model_settings,
 )
 from tf_cross_shard._src.core import checks as checks_lib
 from tf_cross_shard._src.core import settings as settings_lib
@@ -36,6 +34,8 @@ from tf_cross_shard._src.core.gradients import (
   row_sparse,
 )
 from tf_cross_shard._src.core.keras_types import Gradient, Variable
+from tf_cross_shard._src.core.per_model import settings as per_model_lib
+from tf_cross_shard._src.core.per_model import variable as per_model_numbers
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.update import nonfinite, replicated, sharded
@@ -81,7 +81,7 @@ class GradientPipeline:
       int(engine.strategy.num_replicas_in_sync),
       engine.groups.group_size,
     )
-    self.per_model = per_model_settings.PerModelSettings(
+    self.per_model = per_model_lib.PerModelSettings(
       settings.per_model, wrapped.base_optimizer, engine
     )
     self.tables = rows_lib.Tables(wrapped, engine, settings.lazy_rows)
@@ -165,7 +165,7 @@ class GradientPipeline:
       # Gradients may be multiplied by a loss scale: also multiply the limit.
       scaled: Any = {name: self.wrapped.scale_limit(limit)}
       clipped = clipping.select(
-        per_model_settings.is_nonzero(limit),
+        per_model_lib.is_nonzero(limit),
         clipping.clip(grads, **scaled, keep_infinite=self.guard.may_skip),
         clipped,
       )
@@ -173,7 +173,9 @@ class GradientPipeline:
 
   def in_my_group(self) -> Any:
     """Returns a context that knows the calling replica's group."""
-    return group_context.as_group(group_context.group_here(self.engine.groups))
+    return per_model_numbers.as_group(
+      per_model_numbers.group_here(self.engine.groups)
+    )
 
   def sum(self, call: Call) -> list[Gradient]:
     """Returns the group's sums of this replica's gradients, clipped."""
@@ -208,9 +210,8 @@ class GradientPipeline:
   def replace(self, **changes: Any) -> None:
     """Replaces clipping limits and `per_model`, if all are valid.
 
-    The next step reads new numbers of `per_model`. Only steps that are
-    traced afterwards read the limits, and notice that a setting was added to
-    `per_model` or removed.
+    The next step reads new numbers of `per_model`; only steps that are traced
+    afterwards read limits, and settings that were added or removed.
     """
     settings = dataclasses.replace(self.settings, **changes)
     if "per_model" in changes:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import optimizer_state, single_program, validation
-from tf_cross_shard._src.core import per_model as per_model_lib
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib

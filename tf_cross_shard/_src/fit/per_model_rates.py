@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 
 

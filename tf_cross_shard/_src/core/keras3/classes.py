@@ -25,8 +25,8 @@ from tf_cross_shard._src.core import (
   loss_scale,
   optimizer,
 )
-from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core.keras3 import facade
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 
 
 @documented

@@ -29,9 +29,9 @@ from tf_cross_shard._src.core import (
   single_program,
   validation,
 )
-from tf_cross_shard._src.core import per_model as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core.tf_keras import facade
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import (
-  group_context,
-  group_variable,
   single_program,
   validation,
 )
-from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
+from tf_cross_shard._src.core.per_model import variable as variable_lib
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
@@ -80,7 +79,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
     checked = [self._checked(rate) for rate in rates]
     self._schedules = [rate if callable(rate) else None for rate in checked]
     # The places of schedules hold 0.
-    self.numbers = group_variable.GroupVariable(
+    self.numbers = variable_lib.GroupVariable(
       "learning_rates", [0.0 if callable(rate) else rate for rate in checked]
     )
     self._track_trackable(self.numbers, "numbers")
@@ -139,10 +138,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
     return f"PerModel([{', '.join(shown)}])"
 
   def _checked(self, rate: Any) -> Any:
-    """Returns a schedule unchanged, and any number as a Python float.
-
-    Unlike NumPy's numbers, a Python float can be written as JSON.
-    """
+    """Returns a schedule unchanged, and any number as a float, as in JSON."""
     if isinstance(rate, schedule_class(self._package)):
       return rate
     if not validation.is_number(rate):
@@ -186,7 +182,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
 
   def _group(self) -> Any:
     """Returns the calling replica's group; None outside replicas."""
-    group = group_context.current_group()
+    group = variable_lib.current_group()
     replica = isolation.current_replica()
     strategy = tf.distribute.get_strategy()
     if group is not None or replica is None:
@@ -256,11 +252,7 @@ class PerModel(tf.__internal__.tracking.Trackable):
 
 
 def _schedules_in(rate: Any, schedule: type[Any]) -> Iterator[PerModel]:
-  """Yields every PerModel in a learning rate, or in a list of learning rates.
-
-  A schedule (of the class `schedule`) may be a PerModel, or call one, as a
-  warm-up calls what follows it.
-  """
+  """Yields every PerModel in a learning rate, also inside another schedule."""
   if isinstance(rate, PerModel):
     yield rate
   if isinstance(rate, schedule):

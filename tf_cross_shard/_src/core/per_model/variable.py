@@ -1,24 +1,55 @@
-"""Numbers that differ between groups, in one variable."""
+"""Numbers that differ between models, and the one of the calling replica.
+
+step ─ as_group(group_here(groups)) ─▶ PerModel          learning_rate[group]
+PerModelSettings  weight_decay[group]
+"""
 
 import contextlib
-from collections.abc import Iterable
-from typing import Any
+import contextvars
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import tensorflow as tf
 
+from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core.reduce import isolation
+
+# An int, or a scalar tensor or variable. Each thread has its own value, because
+# replicas may be threads.
+_my_group: Final = contextvars.ContextVar[Any]("my_group", default=None)
+
+
+def current_group() -> Any:
+  """Returns the group of the replica that takes a step, or None."""
+  return _my_group.get()
+
+
+def group_here(groups: groups_lib.Groups) -> Any:
+  """Returns the number of the calling replica's group; None outside of one."""
+  replica = isolation.current_replica()
+  if replica is None or isinstance(replica, int):
+    return None if replica is None else groups.index_of(replica)
+  group_of = [groups.index_of(r) for r in range(groups.num_replicas)]
+  return tf.gather(group_of, replica)
+
+
+@contextlib.contextmanager
+def as_group(group: Any) -> Iterator[None]:
+  """Sets the current group."""
+  before = _my_group.set(group)
+  try:
+    yield
+  finally:
+    _my_group.reset(before)
 
 
 class GroupVariable(tf.__internal__.tracking.Trackable):
-  """One number for each group, in a variable that every step reads.
+  """One number for each group, in a float64 variable `[num_groups]`.
 
-      group        0      1       2
-      numbers     0.1   0.01   0.001      [num_groups], float64
-
-  All replicas have all numbers, and take that of their group. So a number that
-  changes takes effect in the next step, without a new trace. It is float64,
-  because Keras computes with settings such as `1 - beta_2` as Python numbers.
+  Each step reads it, so that a number that changes takes effect in the next
+  step, without a new trace. Keras' Python numbers are float64, too.
   """
 
   def __init__(self, name: str, numbers: Iterable[float]) -> None:

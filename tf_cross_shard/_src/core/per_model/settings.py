@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core import group_context, group_variable
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.keras_types import Optimizer
+from tf_cross_shard._src.core.per_model import variable as variable_lib
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.wrapped import overriding
 
@@ -87,11 +87,7 @@ def is_nonzero(number: float) -> tf.Tensor | bool:
 
 
 class PerModelSettings:
-  """Holds the optimizer's settings that differ between groups, as variables.
-
-  Whatever reads the setting as an attribute of the wrapped optimizer reads the
-  number of the group.
-  """
+  """Holds the optimizer's settings that differ between groups, as variables."""
 
   def __init__(
     self,
@@ -102,7 +98,7 @@ class PerModelSettings:
     """Raises `ValueError` for numbers that do not fit."""
     self._optimizer = optimizer
     self._engine = engine
-    self.numbers: dict[str, group_variable.GroupVariable] = {}
+    self.numbers: dict[str, variable_lib.GroupVariable] = {}
     self._read_as_tensors: set[str] = set()
     self.replace(numbers)
 
@@ -128,7 +124,7 @@ class PerModelSettings:
         before[name].assign(values)
         self.numbers[name] = before[name]
       else:
-        made = group_variable.GroupVariable(f"per_model/{name}", values)
+        made = variable_lib.GroupVariable(f"per_model/{name}", values)
         made.create(self._engine.strategy)
         self.numbers[name] = made
 
@@ -172,7 +168,7 @@ class PerModelSettings:
 
   def _number(self, name: str, compared_as: float) -> PerModelSetting:
     """Returns the number of the calling replica's group."""
-    number, group = self.numbers[name], group_context.current_group()
+    number, group = self.numbers[name], variable_lib.current_group()
 
     def read() -> tf.Tensor:
       self._read_as_tensors.add(name)

@@ -1,0 +1,1 @@
+"""Numbers that differ between models: learning rates and settings."""
