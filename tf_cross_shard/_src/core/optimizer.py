@@ -16,15 +16,14 @@ from tf_cross_shard._src.core import (
   loss_factor,
   optimizer_state,
   reduce,
-  setting_properties,
   single_program,
   validation,
 )
-from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core.facade import arguments, facade
 from tf_cross_shard._src.core.gradients import differentiate
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 # Makes the properties `clipnorm`, `wire_dtype` and so on: one for each field of
 # `settings.Settings`.
-@setting_properties.with_properties
+@settings_lib.with_properties
 class CrossShardOptimizer(facade.Facade):
   """Wraps a Keras optimizer for training on several replicas, or in groups.
 

@@ -5,12 +5,10 @@ All settings are in one frozen object. The constructor creates the object,
 reads its settings from it.
 """
 
-# ruff: noqa: RUF009  # `_setting` returns a field.
-
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
@@ -18,81 +16,38 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import loss_factor, validation
 from tf_cross_shard._src.core.gradients import clipping, compression
 
+_Class = TypeVar("_Class", bound=type[Any])
+
 LIMITS: Final = clipping.LIMITS
-
-
-def _setting(default: Any, doc: str, *, is_mutable: bool = False) -> Any:
-  """Declares a setting; `doc` documents the optimizer's property of this name.
-
-  The user can assign a mutable property. Steps that are traced afterwards use
-  the new value. In `fit`, call `model.make_train_function(force=True)`.
-  """
-  metadata = {"doc": doc, "is_mutable": is_mutable}
-  return dataclasses.field(default=default, metadata=metadata)
+# What the user can assign. Steps that are traced afterwards use the new value.
+MUTABLE: Final = (*LIMITS, "per_model")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """The arguments of a CrossShardOptimizer, without `opt`.
 
-  Each argument has one field. `__post_init__` validates the arguments. The
-  optimizer's properties and their documentation, the configuration and the
-  comparison between workers follow from the fields. The docstring of the
-  optimizer's constructor explains each argument in full.
+  The optimizer's properties, the configuration and the comparison between
+  workers follow from the fields, which the constructor's docstring explains.
   """
 
-  reduction: str = _setting(loss_factor.MEAN, '`"mean"` or `"sum"`.')
-  name: str = _setting("CrossShardOptimizer", "The name of the optimizer.")
+  reduction: str = loss_factor.MEAN
+  name: str = "CrossShardOptimizer"
   # The constructor accepts any form of groups. The field is `Groups` or None.
-  group_assignment: Any = _setting(
-    None, "The groups as lists; None for one group of all replicas."
-  )
-  loss_averaged_over: str | None = _setting(
-    None, '`"replica"`, `"global"`, or None to choose by the method you call.'
-  )
-  clipnorm: float | None = _setting(
-    None,
-    "Limit of the norm of each gradient, before the sum.",
-    is_mutable=True,
-  )
-  global_clipnorm: float | None = _setting(
-    None,
-    "Limit of the norm of all gradients together, before the sum.",
-    is_mutable=True,
-  )
-  clipvalue: float | None = _setting(
-    None,
-    "Limit of each element of a gradient, before the sum.",
-    is_mutable=True,
-  )
-  wire_dtype: tf.DType | None = _setting(
-    None, "The dtype of gradients while they travel; None for exact sums."
-  )
-  skip_nonfinite: bool = _setting(
-    False, "Whether steps with a NaN or an infinity are skipped and counted."
-  )
-  scale_gradients: bool = _setting(
-    False, "Whether the loss factor multiplies gradients instead of the loss."
-  )
-  fused_update: bool | None = _setting(
-    None,
-    "Whether kernels perform the update; None where there are any.",
-  )
-  accumulate_steps: int | None = _setting(
-    None, "How many calls make one step; None for one."
-  )
-  shard_update: bool | str = _setting(
-    False, "Whether each member of a group updates one part of the weights."
-  )
-  lazy_rows: bool | str = _setting(
-    False, "Whether row-sparse gradients update only the rows in the batch."
-  )
+  group_assignment: Any = None
+  loss_averaged_over: str | None = None
+  clipnorm: float | None = None
+  global_clipnorm: float | None = None
+  clipvalue: float | None = None
+  wire_dtype: tf.DType | None = None
+  skip_nonfinite: bool = False
+  scale_gradients: bool = False
+  fused_update: bool | None = None
+  accumulate_steps: int | None = None
+  shard_update: bool | str = False
+  lazy_rows: bool | str = False
   # The field is {name: [a number for each group]} or None.
-  per_model: Any = _setting(
-    None,
-    "A number for each group, by the name of a setting; or None.",
-    is_mutable=True,
-  )
+  per_model: Any = None
 
   def __post_init__(self) -> None:
     for name, convert in (
@@ -173,6 +128,47 @@ class Settings:
     defaults = Settings().to_config()
     config = self.to_config().items()
     return {name: value for name, value in config if value != defaults[name]}
+
+
+class Setting:
+  """A property of the optimizer that returns the setting of the same name."""
+
+  def __init__(self, name: str) -> None:
+    self._name = name
+    self.__doc__ = f"The argument `{name}` of the constructor."
+
+  def __get__(self, optimizer: Any, owner: Any = None) -> Any:
+    """Returns the setting; None while the optimizer is being created."""
+    if optimizer is None:
+      return self
+    pipeline = vars(optimizer).get("_pipeline")
+    if pipeline is None:
+      return None
+    settings = pipeline.settings
+    if self._name == "per_model":
+      settings = pipeline.current_settings()
+    return settings.read(self._name)
+
+  def __set__(self, optimizer: Any, value: Any) -> None:
+    """Replaces the setting, or raises `AttributeError` if it is fixed."""
+    pipeline = vars(optimizer).get("_pipeline")
+    if self._name in MUTABLE:
+      # It is None while Keras' constructor assigns its own defaults.
+      if pipeline is not None:
+        pipeline.replace(**{self._name: value})
+      return
+    raise AttributeError(
+      f"`{self._name}` cannot be changed after construction. Create a new"
+      f" optimizer with {self._name}={value!r}."
+    )
+
+
+def with_properties(cls: _Class) -> _Class:
+  """Gives the optimizer's class a property for each setting except `name`."""
+  for field in dataclasses.fields(Settings):
+    if field.name != "name":
+      setattr(cls, field.name, Setting(field.name))
+  return cls
 
 
 def as_groups(group_assignment: Any) -> groups_lib.Groups | None:
