@@ -45,12 +45,9 @@ class Window:
         )
 
   def is_last_call(self) -> tf.Tensor:
-    """Returns whether this call ends the window.
-
-    All replicas have had the same number of calls. A restored window may have
-    had more calls than `steps`.
-    """
+    """Returns whether this call ends the window."""
     with self._engine.isolate():
+      # A restored window may have had more calls than `steps`.
       calls = self._engine.same_on_all_replicas(
         tf.convert_to_tensor(self._calls)
       )
@@ -59,17 +56,10 @@ class Window:
   def to_dense(
     self, grads: Sequence[Gradient], variables: Sequence[Variable]
   ) -> list[tf.Tensor | None]:
-    """Returns gradients that can be added up.
-
-    A row-sparse gradient has different rows in each call. If a gradient is
-    None, it is None in all calls, and in the step: a gradient of zeros would
-    apply weight decay and momentum to a variable that the loss does not use.
-
-    Raises:
-      ValueError: If a variable has a gradient in some calls only. The sum of a
-        gradient that is None only in the last call would be left over for the
-        next window, and a traced last call cannot know of the other calls.
-    """
+    """Returns dense gradients; each call must have those of the others."""
+    # A row-sparse gradient has different rows in each call. A gradient of zeros
+    # for None would apply weight decay and momentum to an unused variable. A
+    # traced last call cannot know of the other calls, and would leave a sum.
     for grad, variable in zip(grads, variables, strict=True):
       has_gradient = grad is not None
       if has_gradient != self._have_gradients.get(_key(variable), has_gradient):

@@ -61,17 +61,14 @@ class Checks:
       )
 
   def check_variables(self, variables: Sequence[Variable]) -> None:
-    """Raises `ValueError` for a variable that a step cannot update.
-
-    A variable that was created outside the strategy's scope exists only once.
-    Each replica would update it, so the updates of all groups would mix.
-    """
+    """Raises `ValueError` for a variable that a step cannot update."""
     if self._wrapped.is_built:
       validation.check_known(variables, self._wrapped.knows)
     strategy = self._engine.strategy
     if self._engine.num_replicas == 1:
       return
     for variable in variables:
+      # A variable of no scope exists once: the updates of all groups would mix.
       whole = variables_lib.distributed(variable)
       if getattr(whole, "distribute_strategy", None) is not strategy:
         name = getattr(variable, "path", None) or variable.name
@@ -99,11 +96,7 @@ class Checks:
     self._engine.compare_workers(topic, variables, grads, lines)
 
   def check_strategy_of(self, variables: Sequence[Variable]) -> None:
-    """Raises an error for variables of a strategy other than the optimizer's.
-
-    Then the model or the optimizer was created, or `compile` was called,
-    outside the strategy's scope.
-    """
+    """Raises an error for variables of another strategy than the optimizer."""
     made_in = self._engine.strategy
     for variable in variables:
       other = replicas_lib.strategy_of(variable) or made_in

@@ -19,15 +19,7 @@ _EXAMPLES: Final = {
 
 
 class LossConvention:
-  """Chooses the loss factor; warns once where it may be wrong.
-
-  >>> settings = settings_lib.Settings(loss_averaged_over="global")
-  >>> convention = LossConvention(settings, num_replicas=4, group_size=2)
-  >>> convention.for_loss(loss_factor.REPLICA)
-  2.0
-  >>> convention.for_gradients()
-  1.0
-  """
+  """Chooses the loss factor; warns once where it may be wrong."""
 
   def __init__(
     self,
@@ -71,12 +63,6 @@ class LossConvention:
 
     Keras has divided means by the number of replicas (`is_divided`), but not
     sums. `is_number`: the function returns one number for all examples.
-
-    >>> convention = LossConvention(settings_lib.Settings(), 4, 2)
-    >>> convention.for_compiled("mse", True, False, False)
-    0.5
-    >>> convention.for_loss(loss_factor.GLOBAL)
-    2.0
     """
     right = self.factors[loss_factor.REPLICA]
     if is_divided:

@@ -32,11 +32,7 @@ _REDUCTIONS: Final = {
 
 
 def canonical_reduction(reduction: object, argument: str = "reduction") -> str:
-  """Returns `"mean"` or `"sum"` for any spelling of a reduction.
-
-  >>> canonical_reduction("weighted_mean")
-  'mean'
-  """
+  """Returns `"mean"` or `"sum"` for any spelling of a reduction."""
   spelling = getattr(reduction, "value", reduction)
   if isinstance(spelling, str) and spelling.lower() in _REDUCTIONS:
     return _REDUCTIONS[spelling.lower()]
@@ -47,11 +43,7 @@ def canonical_reduction(reduction: object, argument: str = "reduction") -> str:
 
 
 def check_averaged_over(loss_averaged_over: object) -> str | None:
-  """Returns `loss_averaged_over`; raises `ValueError` for an unknown value.
-
-  >>> check_averaged_over("global")
-  'global'
-  """
+  """Returns `loss_averaged_over`; raises `ValueError` for an unknown value."""
   if loss_averaged_over is None:
     return None
   is_text = isinstance(loss_averaged_over, str)
@@ -68,17 +60,8 @@ def check_averaged_over(loss_averaged_over: object) -> str | None:
 def loss_factor(
   reduction: str, averaged_over: str, num_replicas: int, group_size: int
 ) -> float:
-  """Returns the factor by which to multiply the loss before differentiation.
-
-  A loss that is averaged over all replicas' examples is `num_replicas` times
-  too small on each replica, so the factor is `num_replicas` times larger.
-
-  >>> loss_factor("mean", "replica", num_replicas=8, group_size=4)
-  0.25
-  >>> loss_factor("mean", "global", num_replicas=8, group_size=4)
-  2.0
-  >>> loss_factor("sum", "replica", num_replicas=8, group_size=4)
-  1.0
-  """
+  """Returns the factor by which to multiply the loss before differentiation."""
+  # A loss that is averaged over all replicas' examples is `num_replicas` times
+  # too small on each replica.
   copies = num_replicas if averaged_over == GLOBAL else 1
   return copies / group_size if reduction == MEAN else float(copies)

@@ -84,18 +84,10 @@ class GroupWarnings:
     self._is_one_process = len(engine.local_replicas) == engine.num_replicas > 1
 
   def check(self) -> None:
-    """Warns if all groups have the same weights although they have trained.
-
-    Groups that differ in their data or settings have different weights after
-    one step. This comparison misses
-
-    - groups that were overwritten and have trained since, so that they differ
-      again;
-    - cases in which only some groups were overwritten;
-    - groups in several processes.
-
-    The smallest variable is compared first, and usually differs.
-    """
+    """Warns if all groups have the same weights although they have trained."""
+    # Groups that differ in their data or settings have different weights after
+    # one step, unless all were overwritten: some, or steps ago, goes unnoticed.
+    # The smallest variable is compared first, and usually differs.
     text = _EQUAL_MODELS if self._are_models else _COLLAPSED
     if (
       text in self._logged

@@ -24,10 +24,7 @@ _Trackable: Final[Any] = tf.__internal__.tracking.Trackable
 
 
 class WholeSlot(_Trackable):
-  """The slot of one weight; each member of a group holds a part of it.
-
-  It is read (group 0's value) and assigned (all groups) like a variable.
-  """
+  """The slot of one weight: group 0's is read, all groups' are assigned."""
 
   trainable = False
 

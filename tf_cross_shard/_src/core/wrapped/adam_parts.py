@@ -59,14 +59,7 @@ def numbers(
 def apply(
   variable: Variable, slots: Mapping[str, Any], grad: tf.Tensor, given: Numbers
 ) -> None:
-  """Updates a `tf.Variable` and its slots `m` and `v` by a dense gradient.
-
-  >>> weight, m, v = (tf.Variable([x]) for x in (2.0, 0.0, 0.0))
-  >>> given = Numbers(*map(tf.constant, (0.5, 0.25, 3.0, 0.0)))
-  >>> apply(weight, {"m": m, "v": v}, tf.constant([2.0]), given)
-  >>> [float(x[0]) for x in (m, v, weight)]
-  [1.0, 1.0, -1.0]
-  """
+  """Updates a `tf.Variable` and its slots `m` and `v` by a dense gradient."""
   dtype = kernels.dtype_of(variable)
   grad = tf.cast(grad, dtype)
   m, v = slots["m"].handle, slots["v"].handle

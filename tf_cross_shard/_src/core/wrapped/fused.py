@@ -57,38 +57,21 @@ _DTYPES: Final = (tf.float32, tf.float64)
 _IN_PARTS: Final = "Adam in parts"
 
 
-def find_kernel(optimizer: Any) -> kernels.Kernel | None:
-  """Returns the kernel with the formula of `optimizer.update_step`, or None.
-
-  >>> find_kernel(tf.keras.optimizers.Adam()).name
-  'Adam'
-  >>> find_kernel(tf.keras.optimizers.Adam(amsgrad=True)) is None
-  True
-  """
+def find_kernel(optimizer: Any) -> tuple[kernels.Kernel | None, str]:
+  """Returns the kernel of an optimizer's formula, or why there is none."""
+  name, kind = keras_classes.keras_class(optimizer), type(optimizer)
   # A class that derives from Keras' may compute anything, and so may an
   # `update_step` that was assigned to the object.
-  choose = _CHOICES.get(keras_classes.keras_class(optimizer))
-  if choose is None or "update_step" in vars(optimizer):
-    return None
-  name = choose(optimizer)
-  return None if name is None else kernels.KERNELS[name]
-
-
-def why_no_kernel(optimizer: Any) -> str:
-  """Returns why `find_kernel` returns None for an optimizer.
-
-  >>> why_no_kernel(tf.keras.optimizers.Adam(amsgrad=True))
-  'no kernel for Adam with amsgrad'
-  """
-  name, kind = keras_classes.keras_class(optimizer), type(optimizer)
-  if name in _CHOICES and "update_step" in vars(optimizer):
-    return "`update_step` was assigned to the optimizer"
-  if name:
-    settings = _NO_KERNEL.get(name, "")
-    return f"no kernel for {name}{settings}"
-  names = filter(None, map(keras_classes.name_in_keras, kind.__mro__))
-  base = next(names)  # At least Keras' own base class.
-  return f"{kind.__name__} is a subclass of {base}"
+  if not name:
+    names = filter(None, map(keras_classes.name_in_keras, kind.__mro__))
+    # There is at least Keras' own base class.
+    return None, f"{kind.__name__} is a subclass of {next(names)}"
+  if "update_step" in vars(optimizer):
+    return None, "`update_step` was assigned to the optimizer"
+  chosen = _CHOICES.get(name, lambda opt: None)(optimizer)
+  if chosen is None:
+    return None, f"no kernel for {name}{_NO_KERNEL.get(name, '')}"
+  return kernels.KERNELS[chosen], ""
 
 
 def is_compiled(optimizer: Any) -> bool:
@@ -153,9 +136,9 @@ def plan(
     return Plan(reason="XLA compiles the whole step")
   if wanted is False:
     return Plan(reason="fused_update=False")
-  kernel = find_kernel(optimizer)
+  kernel, reason = find_kernel(optimizer)
   if kernel is None:
-    return Plan(reason=why_no_kernel(optimizer))
+    return Plan(reason=reason)
   is_stack = single_program.are_models(keras_private.strategy(optimizer))
   return Plan(kernel, "", in_function, is_stack, sums_rows=bool(wanted))
 

@@ -12,12 +12,7 @@ _NOT_ELEMENTWISE: Final = ("Adafactor", "Lamb", "Muon", "ScheduleFreeAdamW")
 
 
 def keras_class(optimizer: Any) -> str:
-  """Returns the name of a class of Keras; "" for other classes.
-
-  >>> import tensorflow as tf
-  >>> keras_class(tf.keras.optimizers.Adam())
-  'Adam'
-  """
+  """Returns the name of an optimizer's class of Keras; "" for other classes."""
   return name_in_keras(type(optimizer))
 
 

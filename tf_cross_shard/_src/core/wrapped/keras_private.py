@@ -180,12 +180,7 @@ def averages(optimizer: Optimizer) -> list[Variable]:
 
 
 def show_averages(loss_scaler: Any, averages: list[Variable]) -> None:
-  """Shows SwapEMAWeights the averages in a LossScaleOptimizer of Keras 3.
-
-  The callback looks one level inside `model.optimizer`. If `model.optimizer` is
-  a CrossShardOptimizer, the optimizer one level inside is the
-  LossScaleOptimizer, which has no averages.
-  """
+  """Shows SwapEMAWeights the averages: it looks one level inside ours."""
   if averages:
     # Not `setattr`: Keras would track the list and save the averages twice.
     vars(loss_scaler)[_AVERAGES] = averages

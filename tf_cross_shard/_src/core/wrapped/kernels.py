@@ -104,19 +104,7 @@ def apply(
   grad: tf.Tensor,
   arguments: Mapping[str, Any],
 ) -> None:
-  """Updates a `tf.Variable` and its slots by a dense gradient.
-
-  >>> weight, accum = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 1.0])
-  >>> apply(
-  ...   KERNELS["KerasMomentum"],
-  ...   weight,
-  ...   {"accum": accum},
-  ...   tf.constant([2.0, 4.0]),
-  ...   {"lr": 0.5, "momentum": 0.5, "use_nesterov": False},
-  ... )
-  >>> accum.numpy().tolist(), weight.numpy().tolist()
-  ([-1.0, -1.5], [0.0, 0.5])
-  """
+  """Updates a `tf.Variable` and its slots by a dense gradient."""
   handles = {name: slots[name].handle for name in kernel.slots}
   getattr(tf.raw_ops, kernel.operation)(
     var=variable.handle,

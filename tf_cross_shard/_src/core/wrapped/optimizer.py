@@ -118,7 +118,7 @@ class WrappedOptimizer:
 
   def fuse(self, wanted: bool | None) -> None:
     """Chooses kernels for the update steps: the setting `fused_update`."""
-    if wanted and fused.find_kernel(self.base_optimizer) is None:
+    if wanted and fused.find_kernel(self.base_optimizer)[0] is None:
       raise ValueError(
         "`fused_update` is True, but TensorFlow has no kernel for"
         f" {type(self.base_optimizer).__name__} with these settings. Pass None"

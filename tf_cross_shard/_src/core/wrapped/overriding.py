@@ -11,20 +11,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def overriding(target: Any, **attributes: Any) -> Iterator[None]:
-  """Overrides attributes of an object inside the context.
-
-  The attributes are written to the object's `__dict__`, so no property or
-  `__setattr__` of its class runs (Keras tracks what is assigned).
-
-  >>> class Point:
-  ...   x = 1
-  >>> point = Point()
-  >>> with overriding(point, x=2, y=3):
-  ...   point.x, point.y
-  (2, 3)
-  >>> point.x, hasattr(point, "y")
-  (1, False)
-  """
+  """Overrides attributes of an object inside the context."""
+  # In its `__dict__`, so that no property or `__setattr__` of its class runs:
+  # Keras tracks what is assigned.
   present = vars(target)
   before = {name: present[name] for name in attributes if name in present}
   present.update(attributes)
