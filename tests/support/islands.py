@@ -67,7 +67,7 @@ class Islands:
     """Returns the outer optimizer's anchor of each weight, for each replica."""
     saved = self.saved()
     return [
-      [state[f"optimizer/anchor{i}"] for state in saved]
+      [v for state in saved for k, v in state.items() if f" anchor{i}" in k]
       for i in range(len(self.weights))
     ]
 

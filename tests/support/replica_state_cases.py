@@ -5,6 +5,7 @@ Tests use them in their own process and in the processes of several workers.
 
 import json
 import pathlib
+import re
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -88,22 +89,21 @@ class Training:
 
 
 def saved(optimizer: Any, model: Any = None) -> list[dict[str, np.ndarray]]:
-  """Returns each replica's values, by the names that `save` gives them."""
+  """Returns each replica's values, by their keys and names."""
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder, "state.npz")
     Models(model, optimizer).save(path)
     with np.load(path, allow_pickle=False) as file:
       arrays = dict(file)
   about = json.loads(str(arrays["about"]))
-  assert len(set(about["names"])) == len(about["names"])
   found = {}
   for i, members in enumerate(about["group_assignment"]):
     for j, replica in enumerate(members):
       found[replica] = {
-        name: arrays.get(
-          f"model_{i}/{name}", arrays.get(f"model_{i}/member_{j}/{name}")
+        re.sub(r"_\d+", "", f"{key} {name}"): arrays.get(
+          f"model_{i}/{key}", arrays.get(f"model_{i}/member_{j}/{key}")
         )
-        for name in about["names"]
+        for key, name in about["names"].items()
       }
   return [found[replica] for replica in sorted(found)]
 

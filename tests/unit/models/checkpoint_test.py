@@ -157,7 +157,7 @@ def test_groups_are_restored_by_number(
 
 
 def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
-  """Each variable once per group, by a name without Keras' numbers.
+  """Each variable once per group, by a number, whatever its name is.
 
   Keras counts layers: those of the second model are dense_2 and dense_3.
   """
@@ -172,11 +172,9 @@ def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
     trained.save(tmp_path / "a")
     found, about = _read(tmp_path / "a")
     names.append(sorted(found))
-    said = about["names"]
+    said = about["names"].values()
   assert names[0] == names[1]
   assert len(set(said)) == len(said) > 10
-  assert "model/sequential/dense_1/kernel" in said
-  assert "optimizer/adam/sequential/dense_1/kernel/velocity" in said
   kinds = {name.rpartition("/")[2] for name in said}
   assert {"iteration", "learning_rate", "seed_generator_state"} <= kinds
   assert not {"total", "count"} & kinds
@@ -197,16 +195,16 @@ def test_shared_variables_are_saved_once(tmp_path: pathlib.Path) -> None:
   found, _ = _read(tmp_path / "a")
   arrays = {name: array.tolist() for name, array in found.items()}
   assert {n: a for n, a in arrays.items() if "optimizer" not in n} == {
-    "model_0/model/trained": [1.0, 1.0],
-    "model_1/model/trained": [2.0, 2.0],
-    "model_0/member_0/model/other": [8.0],
-    "model_0/member_1/model/other": [6.0],
-    "model_1/member_0/model/other": [5.0],
-    "model_1/member_1/model/other": [7.0],
+    "model_0/model/0": [1.0, 1.0],
+    "model_1/model/0": [2.0, 2.0],
+    "model_0/member_0/model/1": [8.0],
+    "model_0/member_1/model/1": [6.0],
+    "model_1/member_0/model/1": [5.0],
+    "model_1/member_1/model/1": [7.0],
   }
   assert {n for n in arrays if n.startswith("model_1/optimizer")} == {
-    "model_1/optimizer/sgd/iteration",
-    "model_1/optimizer/sgd/learning_rate",
+    "model_1/optimizer/0",
+    "model_1/optimizer/1",
   }
 
 
@@ -265,13 +263,13 @@ def test_one_group_of_a_file_without_replicas(tmp_path: pathlib.Path) -> None:
     (2, plain, r"`i` must be an integer from 0 to 1; got 2"),
     (-1, plain, r"`i` must be .* got -1\. .* holds 2 models"),
     (None, plain, r"`i` must be"),
-    (0, other, r"contains model/.*, which the program does not have"),
+    (0, other, r"contains .*, which the program does not have"),
     (
       0,
       [*plain.variables, tf.Variable(1.0, name="extra")],
       "does not contain .*extra",
     ),
-    (0, [tf.Variable([0.0], name="kernel")], "does not contain model/kernel"),
+    (0, [tf.Variable([0.0], name="kernel")], r"contains .*gamma.*, which"),
   ):
     with pytest.raises(models.CheckpointError, match=words):
       Models.read(path, index, model)
@@ -359,7 +357,8 @@ def test_state_that_fit_created_in_tf_keras_restores_into_a_new_program(
   Models(model).save(tmp_path / "a")
   Models(other).restore(tmp_path / "a")
   states = [cases.saved(each.optimizer, each) for each in (model, other)]
-  np.testing.assert_equal(*states)
+  # `fit` gives them other names than `build` does.
+  np.testing.assert_equal(*[list(state[0].values()) for state in states])
   assert len(states[0][0]) >= 7
 
 
@@ -530,22 +529,24 @@ def test_variables_that_do_not_match_raise_an_error(
     longer = tf.keras.Variable([0.0] * 3, name="scale")
     half = tf.keras.Variable(0.0, name="scale", dtype="float16")
   outside = tf.Variable([4.0, 4.0], name="weight")
-  kind = r"`model/scale` as float32 \[\]; .* "
+  kind = r"`scale` as float32 \[\]; .* "
   for other, chosen, words in (
     (*singles, r"2 groups, \[\[0, 1\], .* has 4, .*with 2 groups"),
-    (*adam, "not contain optimizer/adam/iteration, .* and 1 more"),
-    (optimizer, None, "contains model/weight, model/scale, .*with a `model`"),
-    (optimizer, [first], "contains model/scale, which"),
-    (optimizer, [first, scale, extra], "does not contain model/extra"),
+    (*adam, "not contain .*weight_velocity, "),
+    (optimizer, None, "contains weight, scale, .*with a `model`"),
+    (
+      optimizer,
+      [first],
+      "contains scale, which the program does not have",
+    ),
+    (optimizer, [first, scale, extra], "does not contain extra"),
     (optimizer, [first, longer], kind + r"float32 \[3\]"),
     (optimizer, [first, half], kind + r"float16 \[\]"),
-    (optimizer, [outside, scale], "`model/weight`.*exists once"),
+    (optimizer, [outside, scale], "`weight`.*exists once"),
   ):
     _assert_refused(other, chosen, path, words)
   Models(optimizer=optimizer).save(path)
-  _assert_refused(
-    optimizer, weights, path, "not contain model/weight.*without a"
-  )
+  _assert_refused(optimizer, weights, path, "not contain weight.*without a")
   # What exists once is every group's.
   Models([outside, scale], optimizer).save(path)
   outside.assign([0.0, 0.0])
@@ -590,16 +591,16 @@ def test_malformed_files(tmp_path: pathlib.Path) -> None:
     (np.zeros([3], "float32"), r"float32 \[3\]; the program has float32 \[2\]"),
     (np.zeros([2], "float64"), "as float64"),
   ):
-    _write(path, {**arrays, "model_1/model/weight": wrong}, about)
+    _write(path, {**arrays, "model_1/model/0": wrong}, about)
     _assert_refused(optimizer, weights, path, words)
-  del arrays["model_1/model/scale"]
+  del arrays["model_1/model/1"]
   _write(path, arrays, about)
-  _assert_refused(optimizer, weights, path, "is damaged.*model_1/model/scale")
+  _assert_refused(optimizer, weights, path, "is damaged.*model_1/model/1")
   path.write_bytes(data)
   real = np.lib.npyio.NpzFile.__getitem__
 
   def read(file: Any, name: str) -> Any:
-    if name == "model_1/model/scale":
+    if name == "model_1/model/1":
       raise OSError(5, "Input/output error")
     return real(file, name)
 

@@ -5,16 +5,12 @@ lists of variables are not complete: the list of tf_keras leaves out the
 learning rate and the loss scale.
 """
 
-import re
-from collections.abc import Iterable
-from typing import Any
-
-from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import warnings as warnings_lib
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
-from tf_cross_shard._src.core.wrapped import keras_private, names, nested
+from tf_cross_shard._src.core.per_model import schedule as per_model_lib
+from tf_cross_shard._src.core.wrapped import keras_private, nested
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
@@ -64,14 +60,9 @@ def rows_of_models(optimizer: Optimizer) -> list[Variable]:
   return rows
 
 
-def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
-  """Returns names and variables of an optimizer and of all optimizers inside.
-
-  The names are the same in every program. Raises `ValueError` if the optimizer
-  is not built.
-  """
+def state_variables(optimizer: Optimizer) -> list[Variable]:
+  """Returns the variables of a built optimizer and of all optimizers inside."""
   nested.check_optimizer(optimizer)
-  optimizers = list(nested.nested_optimizers(optimizer))
   if not nested.is_built(optimizer):
     raise ValueError(
       "`optimizer` is not built, so it has no state: got"
@@ -79,38 +70,15 @@ def state_variables(optimizer: Optimizer) -> list[tuple[str, Any]]:
       " inside `with strategy.scope():` first."
     )
   variables: list[Variable] = []
-  trained: list[Variable] = []
-  sharded = None
-  for each in optimizers:
-    if sharded is None:
+  is_sharded = False  # Then an optimizer inside lists shards of the slots.
+  for each in nested.nested_optimizers(optimizer):
+    if not is_sharded:
       variables += keras_private.listed(each)
     wrapped = wrapped_lib.find(each)
-    if wrapped is not None:
-      sharded = sharded or wrapped.sharded_state
-    pipeline = find_pipeline(each)
-    if pipeline is not None:
-      variables += pipeline.state
+    is_sharded |= wrapped is not None and wrapped.sharded_state is not None
     variables += nested.own_rate_variables(each)
     variables += keras_private.unlisted(each)
-    trained += keras_private.trained(each)
-  if sharded is not None:  # The optimizer is built on shards of the weights.
-    trained = sharded.trainable_variables
-  variables = variables_lib.each_once(variables)
-  scopes = _name_scopes(optimizers)
-  paths = [
-    path if hasattr(variable, "path") else scopes.sub("", path)
-    for variable in variables
-    for path in [variables_lib.path_of(variable)]
-  ]
-  stable = names.stable_names(paths, variables_lib.each_once(trained))
-  return list(zip(names.unique(stable), variables, strict=True))
-
-
-def _name_scopes(optimizers: Iterable[Optimizer]) -> re.Pattern[str]:
-  """Matches the name scopes in which a step of tf_keras creates variables.
-
-  They are `Adam/`, `Adam_1/` for a second optimizer in the same step, and
-  `cond_2/Adam/` in a LossScaleOptimizer. `build` has no name scope.
-  """
-  scopes = "|".join(map(re.escape, map(keras_private.name, optimizers)))
-  return re.compile(rf"^(cond(_\d+)?/)?({scopes})(_\d+)?/")
+  # At the end, because plain optimizers have none.
+  for pipeline in pipelines_of(optimizer):
+    variables += pipeline.state
+  return variables_lib.each_once(variables)

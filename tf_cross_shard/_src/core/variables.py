@@ -69,6 +69,16 @@ def path_of(variable: Variable) -> str:
   return str(getattr(variable, "path", None) or variable.name).split(":")[0]
 
 
+def unique(names: Sequence[str]) -> list[str]:
+  """Returns the names, with numbers for repeated names: `weight#2`."""
+  counts: dict[str, int] = {}
+  numbered = []
+  for name in names:
+    count = counts[name] = counts.get(name, 0) + 1
+    numbered.append(name if count == 1 else f"{name}#{count}")
+  return numbered
+
+
 def renumbered(names: Sequence[str]) -> list[str]:
   """Renumbers the names that Keras generated, from 0 in their order."""
   # Keras numbers a layer by how many of its class the program has created. The

@@ -20,9 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from tf_cross_shard._src.core import optimizer_state, single_program, validation
+from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.per_model import schedule as per_model_lib
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import keras_fit, per_model_evaluation
 from tf_cross_shard._src.models import group_state
@@ -92,7 +92,7 @@ def restore_state(callback_list: Iterable[Any], state: dict[str, Any]) -> None:
 def _keys(callback_list: Iterable[Any]) -> dict[str, "PerModelCallback"]:
   """Returns this package's callbacks, by class name and, if needed, number."""
   ours = [c for c in callback_list if isinstance(c, PerModelCallback)]
-  names = names_lib.unique([type(c).__name__ for c in ours])
+  names = variables_lib.unique([type(c).__name__ for c in ours])
   return dict(zip(names, ours, strict=True))
 
 

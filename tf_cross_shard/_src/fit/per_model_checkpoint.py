@@ -149,7 +149,9 @@ class PerModelCheckpoint(per_model_callback.PerModelMonitor):
   def _check_fits(self, state: group_state.GroupState) -> None:
     """Raises an error unless the file has the variables of the model."""
     for entry in state.entries if self._kept else ():
-      keys = [group_state.key(entry.name, 0, member) for member in (None, 0)]
+      keys = [
+        group_state.key_in_file(entry.key, 0, member) for member in (None, 0)
+      ]
       shapes = [self._kept[key].shape for key in keys if key in self._kept]
       # The shape may have unknown dimensions.
       shape = tf.TensorShape(entry.variable.shape)

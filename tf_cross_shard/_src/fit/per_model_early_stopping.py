@@ -200,9 +200,9 @@ class PerModelEarlyStopping(per_model_callback.PerModelMonitor):
     rows = optimizer_state.rows_of_models(state.optimizer)
     for entry in state.entries:
       if any(entry.variable is row for row in rows):
-        of_replica = copies.gather(values[entry.name])
+        of_replica = copies.gather(values[entry.key])
         row = [of_replica[r[0]][i] for i, r in enumerate(state.groups)]
-        values[entry.name] = [np.stack(row)] * len(values[entry.name])
+        values[entry.key] = [np.stack(row)] * len(values[entry.key])
     state.put(values)
     pipelines = optimizer_state.pipelines_of(state.optimizer)
     for window in (p.window_state for p in pipelines if p.window_state):

@@ -321,7 +321,7 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
       self._calls = tf.Variable(
         0, trainable=False, dtype=tf.int64, name="outer_calls"
       )
-    outer_variables = [v for _, v in optimizer_state.state_variables(outer)]
+    outer_variables = optimizer_state.state_variables(outer)
     pipeline.attached = (self._calls, *self._anchors, *outer_variables)
     self._outer = outer
 

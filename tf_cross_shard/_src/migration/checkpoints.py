@@ -18,7 +18,6 @@ import tensorflow as tf
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_classes, keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.models import archive
@@ -134,7 +133,7 @@ def convert_checkpoint(
     source = names.get("iterations") or _only_scalar("global_step", shapes)
     step = reader.get_tensor(source) if shapes.get(source or "") == () else 0
   wanted = [*weights, *_state(optimizer, trained, of_weights, shapes, step)]
-  labels = names_lib.unique([each.name for each in wanted])
+  labels = variables_lib.unique([each.name for each in wanted])
   wanted = [w._replace(name=n) for w, n in zip(wanted, labels, strict=True)]
   sources = _sources(wanted, names, shapes)
   if iterations is not None:
@@ -212,7 +211,7 @@ def _weights(model: Any, shapes: _Shapes) -> list[_Wanted]:
   variables = list({id(variable): variable for variable in variables}.values())
   prefix = f"{getattr(model, 'name', None)}/"
   paths = [variables_lib.path_of(v).removeprefix(prefix) for v in variables]
-  labels = names_lib.unique(paths)
+  labels = variables_lib.unique(paths)
   weights = []
   for label, path, variable in zip(labels, paths, variables, strict=True):
     # The checkpoint has the name with or without the model's, but not both,

@@ -7,7 +7,9 @@
 leaves the program unchanged.
 """
 
-from collections.abc import Collection, Mapping
+import collections
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -66,8 +68,7 @@ def restore_file(target: epath.Path, optimizer: Any, model: Any) -> Restored:
   ):
     outcomes[0]["checksum"] = file.checksum
     _check_groups(file, state)
-    saved = file.about["names"]
-    _check_names(file, state, saved)
+    _check_names(file, state, list(file.about["names"].values()))
     group_size = len(_saved_groups(file)[0])
     is_exact = group_size == state.groups.group_size
     sources = {i: (file, i) for i in range(state.groups.num_groups)}
@@ -96,21 +97,21 @@ def read(target: epath.Path, i: int, model: Any) -> Any:
         f"`i` must be an integer from 0 to {len(saved) - 1}; got {i!r}."
         f" The checkpoint {target} holds {len(saved)} models."
       )
-    names = [n for n in file.about["names"] if n.startswith("model/")]
+    names = file.about["names"]
     dropouts = plain_models.dropouts(file.about.get("rates", {}), model)
-    names = [name for name in names if name not in dropouts]
-    # Random states are read only if the file and the model have the same ones.
-    if set(filter(group_state.is_seed, names)) != set(state.seeds):
-      names = [name for name in names if not group_state.is_seed(name)]
+    keys = [k for k in names if k.startswith("model/") and k not in dropouts]
+    # Random states are read only if the file and the model have as many.
+    if sum(group_state.is_seed(names[k]) for k in keys) != state.num_seeds:
+      keys = [key for key in keys if not group_state.is_seed(names[key])]
       state.leave_out_seeds()
-    _check_names(file, state, names)
+    # The keys of a model without TunableDropouts would be other numbers.
+    _check_names(file, state, [names[key] for key in keys])
     count = len(state.copies.engine.local_replicas)
-    values = {
-      entry.name: [plain_models.merged(entry, _saved_values(file, i, entry))]
-      * count
-      for entry in state.entries
-    }
-    rates = {name: file[group_state.key(name, i)] for name in dropouts}
+    values = {}
+    for key, entry in zip(keys, state.entries, strict=True):
+      of_members = _saved_values(file, i, entry, key)
+      values[entry.key] = [plain_models.merged(entry, of_members)] * count
+    rates = {key: file[group_state.key_in_file(key, i)] for key in dropouts}
   state.put(values)
   plain_models.finalize(model)
   plain_models.set_rates(dropouts, rates)
@@ -158,7 +159,7 @@ def _build_saved(target: epath.Path, optimizer: Any, model: Any) -> None:
     archive.reading(target) as file,
   ):
     saved = file.about.get("trained", {})
-  variables = {entry.name: entry.variable for entry in state.entries}
+  variables = {entry.key: entry.variable for entry in state.entries}
   if not saved:  # There was one optimizer.
     build_optimizer(optimizer, model)
   tracked.build(optimizer, model, saved, variables)
@@ -210,22 +211,31 @@ def _saved_groups(file: archive.Archive) -> list[list[int]]:
 
 
 def _check_names(
-  file: archive.Archive, state: group_state.GroupState, saved: Collection[str]
+  file: archive.Archive, state: group_state.GroupState, saved: Sequence[str]
 ) -> None:
+  """Raises an error if the program has other variables than those saved."""
+  has_model = any(key.startswith("model/") for key in file.about["names"])
+  how = "with a" if has_model else "without a"
   current = [entry.name for entry in state.entries]
-  has_model = any(name.startswith("model/") for name in saved)
-  for names, others, verb, end in (
-    (current, saved, "does not contain", ""),
-    (saved, current, "contains", ", which the program does not have"),
+  kinds, own_kinds = (
+    collections.Counter(map(_kind, names)) for names in (saved, current)
+  )
+  for names, absent, verb, end in (
+    (current, own_kinds - kinds, "does not contain", ""),
+    (saved, kinds - own_kinds, "contains", ", which the program does not have"),
   ):
-    absent = [name for name in names if name not in set(others)]
     if absent:
-      more = f" and {len(absent) - _SHOWN} more" if absent[_SHOWN:] else ""
+      shown = [name for name in names if _kind(name) in absent][:_SHOWN]
       raise CheckpointError(
-        f"The checkpoint {file.path} {verb} {', '.join(absent[:_SHOWN])}{more}"
-        f"{end}. Restore with the same optimizer and model that you saved; it"
-        f" was saved {'with a' if has_model else 'without a'} `model`."
+        f"The checkpoint {file.path} {verb} {', '.join(shown)}{end}. Restore"
+        f" with the same optimizer and model that you saved; it was saved {how}"
+        " `model`."
       )
+
+
+def _kind(name: str) -> str:
+  """Returns the end of a variable's name, without the numbers of Keras."""
+  return re.sub(r"_?\d+", "", name.rpartition("/")[2])
 
 
 def plan(
@@ -254,7 +264,7 @@ def plan(
   for entry in state.entries:
     saved: dict[int, list[archive.Array]] = {}
     for group in set(groups.values()):
-      saved[group] = _saved_values(*sources[group], entry)
+      saved[group] = _saved_values(*sources[group], entry, entry.key)
       if not is_exact and id(entry.variable) in windows:
         saved[group] = [np.zeros_like(saved[group][0])]
       elif not is_exact and group_state.has_mean(entry.variable):
@@ -271,25 +281,25 @@ def plan(
         " group, but in the program the variable exists once. Create the"
         " variable inside `with strategy.scope():`."
       )
-    planned[entry.name] = values
+    planned[entry.key] = values
   return planned
 
 
 def _saved_values(
-  file: archive.Archive, group: int, entry: group_state.Entry
+  file: archive.Archive, group: int, entry: group_state.Entry, key: str
 ) -> list[archive.Array]:
   """Returns a saved group's values by member; one value if all are equal."""
   members = range(len(file.about["group_assignment"][0]))
-  keys = [group_state.key(entry.name, group, member) for member in members]
+  keys = [group_state.key_in_file(key, group, member) for member in members]
   if keys[0] not in file:
-    keys = [group_state.key(entry.name, group)]
+    keys = [group_state.key_in_file(key, group)]
   values = [file[key] for key in keys]
   for value in values:
     fits = entry.shape.is_compatible_with(value.shape)
     if not fits or value.dtype.name != tf.as_dtype(entry.variable.dtype).name:
       raise CheckpointError(
-        f"The checkpoint {file.path} holds `{entry.name}` as {value.dtype.name}"
-        f" {list(value.shape)}; the program has {entry.kind}. Restore with the"
-        " same model."
+        f"The checkpoint {file.path} holds `{file.about['names'][key]}` as"
+        f" {value.dtype.name} {list(value.shape)}; the program has"
+        f" {entry.kind}. Restore with the same model."
       )
   return values

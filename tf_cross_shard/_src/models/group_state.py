@@ -19,12 +19,11 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.core.wrapped import keras_private
-from tf_cross_shard._src.core.wrapped import names as names_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.models import archive, tracked
 
 FORMAT: Final = "tf_cross_shard.Models"
-# By name, the values that the replicas of this process have of a variable.
+# By key, the values that the replicas of this process have of a variable.
 Values: TypeAlias = dict[str, list[archive.Array]]
 # After these errors, the workers can no longer exchange messages.
 _LOST: Final = (
@@ -42,8 +41,12 @@ class OutOfSyncError(AssertionError):
 
 
 class Entry(NamedTuple):
-  """A variable, its name in files, and whether members of a group share it."""
+  """A variable, and whether members of a group share it.
 
+  The key is the variable's number, as in Keras' files: `model/3`.
+  """
+
+  key: str
   name: str
   variable: Any
   is_shared: bool
@@ -62,7 +65,7 @@ class Entry(NamedTuple):
 class GroupState:
   """The variables of an optimizer and a model, in all groups.
 
-  `rates` has each `TunableDropout`'s place among the layers, by its weight.
+  `rates` has each `TunableDropout`'s place among the layers, by its weight's key.
   """
 
   def __init__(
@@ -80,43 +83,41 @@ class GroupState:
       # Optimizer state in which members of a group may differ.
       windows = set(map(id, optimizer_state.windows(self.optimizer)))
       self.entries = [
-        Entry(f"optimizer/{path}{name}", v, id(v) not in windows)
+        _entry(f"optimizer/{path}{i}", v, id(v) not in windows)
         for path, each in every.items()
-        for name, v in optimizer_state.state_variables(each)
+        for i, v in enumerate(optimizer_state.state_variables(each))
       ]
     # A variable that the optimizer and the model share is listed once.
+    known = {id(replicas_lib.native(e.variable)) for e in self.entries}
     by_id = {id(replicas_lib.native(v)): v for v in variables_of(model)}
-    for entry in self.entries:
-      by_id.pop(id(replicas_lib.native(entry.variable)), None)
-    variables = list(by_id.values())
-    paths = variables_lib.renumbered(
-      list(map(variables_lib.path_of, variables))
-    )
     self.entries += [
-      Entry(f"model/{name}", variable, bool(variable.trainable))
-      for name, variable in zip(names_lib.unique(paths), variables, strict=True)
+      _entry(f"model/{i}", variable, bool(variable.trainable))
+      for i, (key, variable) in enumerate(by_id.items())
+      if key not in known
     ]
     self.copies = replicas_lib.Copies(_strategy_of(self.entries))
     self.groups = nested_lib.groups_of(
       self.optimizer, self.copies.engine.strategy
     )
-    names_by_id = {
-      id(replicas_lib.native(entry.variable)): entry.name
-      for entry in self.entries
-    }
+    keys = {id(replicas_lib.native(e.variable)): e.key for e in self.entries}
     self._trained = {}
     if with_optimizer:
-      self._trained = tracked.trained(optimizer, model, names_by_id)
+      self._trained = tracked.trained(optimizer, model, keys)
     self.rates = {
-      names_by_id[id(replicas_lib.native(layer.rate))]: i
+      keys[id(replicas_lib.native(layer.rate))]: i
       for i, layer in enumerate(keras_private.layers(model))
       if type(layer).__name__ == "TunableDropout" and layer.built
     }
 
   @property
-  def seeds(self) -> list[str]:
-    """The names of the states of random number generators."""
-    return [entry.name for entry in self.entries if is_seed(entry.name)]
+  def names(self) -> dict[str, str]:
+    """The names of all variables, by key."""
+    return {entry.key: entry.name for entry in self.entries}
+
+  @property
+  def num_seeds(self) -> int:
+    """The number of states of random number generators."""
+    return sum(map(is_seed, self.names.values()))
 
   def leave_out_seeds(self) -> None:
     self.entries = [entry for entry in self.entries if not is_seed(entry.name)]
@@ -124,21 +125,21 @@ class GroupState:
   def compare_workers(self, topic: str) -> None:
     """Raises an error on all workers unless all of them call this alike."""
     lines = agreement.setting_lines(group_assignment=self.groups.to_lists())
-    lines += [f"{entry.name}: {entry.kind}" for entry in self.entries]
+    lines += [f"{entry.key}: {entry.kind}" for entry in self.entries]
     self.copies.compare_workers(topic, lines)
 
-  def names_that_differ(self, topic: str) -> set[str]:
-    """Returns the names of variables whose values differ within a group."""
+  def keys_that_differ(self, topic: str) -> set[str]:
+    """Returns the keys of variables whose values differ within a group."""
     if self.groups.group_size == 1:
       return set()
-    # A group, its first member and a member that differs, by name.
+    # A group, its first member and a member that differs, by key.
     differing: dict[str, tuple[Entry, int, int, int]] = {}
     digests = self.copies.digests([entry.variable for entry in self.entries])
     for entry, of_replica in zip(self.entries, digests, strict=True):
       for group, (first, *others) in enumerate(self.groups):
         for other in others:
           if of_replica[other] != of_replica[first]:
-            differing.setdefault(entry.name, (entry, group, first, other))
+            differing.setdefault(entry.key, (entry, group, first, other))
     wrong = [pair for pair in differing.values() if pair[0].is_shared]
     if wrong:
       raise OutOfSyncError(self._difference(topic, len(wrong) - 1, *wrong[0]))
@@ -152,12 +153,12 @@ class GroupState:
   def arrays(self, topic: str) -> dict[str, archive.Array]:
     """Returns the values of all groups as a file has them, on worker 0 only."""
     self.compare_workers(topic)
-    differing = self.names_that_differ(topic)
+    differing = self.keys_that_differ(topic)
     warn_if_collapsed(self.optimizer)
     arrays: dict[str, archive.Array] = {}
     for entry in self.entries:
       members = self.groups.to_lists()
-      if entry.name not in differing:
+      if entry.key not in differing:
         members = [[min(group)] for group in members]
       replicas = [replica for group in members for replica in group]
       if max(replicas) < len(self.copies.engine.local_replicas):
@@ -169,9 +170,9 @@ class GroupState:
       for replica, array in zip(replicas, values, strict=True):
         index = self.groups.index_of(replica)
         member: int | None = self.member(replica)
-        if entry.name not in differing:
+        if entry.key not in differing:
           member = None
-        arrays[key(entry.name, index, member)] = array
+        arrays[key_in_file(entry.key, index, member)] = array
     return arrays if self.copies.is_first else {}
 
   def write(
@@ -187,7 +188,7 @@ class GroupState:
         about: dict[str, Any] = {
           "format": FORMAT,
           "group_assignment": self.groups.to_lists(),
-          "names": [entry.name for entry in self.entries],
+          "names": self.names,
           "trained": self._trained,
           "rates": self.rates,
         }
@@ -196,7 +197,7 @@ class GroupState:
         archive.write(path, arrays, about)
 
   def read(self) -> Values:
-    return {e.name: self.copies.here(e.variable) for e in self.entries}
+    return {e.key: self.copies.here(e.variable) for e in self.entries}
 
   def take(self, models: Collection[int], kept: Values) -> Values:
     """Returns what is kept of all models, with some models' present values."""
@@ -207,7 +208,7 @@ class GroupState:
     if models is not None:
       values = self._joined(models, values, self.read())
     for entry in self.entries:
-      self.copies.write(entry.variable, values[entry.name])
+      self.copies.write(entry.variable, values[entry.key])
     accept_values(self.optimizer)
 
   def _joined(
@@ -288,10 +289,14 @@ def raising_on_all(
       raise archive.CheckpointError(f"On {name}: {other['error']}")
 
 
-def key(name: str, group: int, member: int | None = None) -> str:
+def key_in_file(key: str, group: int, member: int | None = None) -> str:
   """Returns the name of an array of a group, or of one member, in a file."""
   of_member = "" if member is None else f"member_{member}/"
-  return f"model_{group}/{of_member}{name}"
+  return f"model_{group}/{of_member}{key}"
+
+
+def _entry(key: str, variable: Any, is_shared: bool) -> Entry:
+  return Entry(key, variables_lib.path_of(variable), variable, is_shared)
 
 
 def warn_if_collapsed(optimizer: Any) -> None:

@@ -75,7 +75,7 @@ def initialize(
   for entry in state.entries:
     native = replicas_lib.native(entry.variable)
     if id(native) not in kept and not hasattr(native, _ASSIGNED):
-      arrays = [built[i][0][entry.name] for i in models]
+      arrays = [built[i][0][entry.key] for i in models]
       state.copies.write(entry.variable, arrays)
   replicas = range(state.groups.num_replicas)
   for variable, copy in initial:
@@ -84,11 +84,13 @@ def initialize(
   for path, slots in built[0][1].items():
     if not (slots and nested_lib.is_built(optimizers[path])):
       continue
-    for name, variable in optimizer_state.state_variables(optimizers[path]):
-      if name in slots:
+    each = optimizers[path]
+    variables = tracked.trained_by(each) or model.trainable_variables
+    for place, variable in tracked.slots(each, variables).items():
+      if place in slots:
         # Slots of 0 look like weights only where a model's are 0.
         others = (built[i][1][path] for i in models)
-        arrays = [of_model.get(name, slots[name]) for of_model in others]
+        arrays = [of_model.get(place, slots[place]) for of_model in others]
         state.copies.write(variable, arrays)
   group_state.accept_values(optimizer)
 
@@ -109,7 +111,7 @@ def _build(
   build: Callable[[], Any],
   seed: int,
   optimizers: dict[str, Any],
-) -> tuple[dict[str, archive.Array], dict[str, dict[str, archive.Array]]]:
+) -> tuple[dict[str, archive.Array], dict[str, dict[Any, archive.Array]]]:
   """Returns a new model's values, and by optimizer the slots that copy them."""
   with variables_lib.outside_of_strategies():
     keras.utils.set_random_seed(seed)
@@ -128,8 +130,8 @@ def _build(
     }
 
 
-def _values(variables: dict[str, Any]) -> dict[str, archive.Array]:
-  return {name: np.array(v.numpy()) for name, v in variables.items()}
+def _values(variables: dict[Any, Any]) -> dict[Any, archive.Array]:
+  return {key: np.array(v.numpy()) for key, v in variables.items()}
 
 
 def _slots(
@@ -137,18 +139,18 @@ def _slots(
   made: Any,
   state: group_state.GroupState,
   receivers: dict[str, Any],
-) -> dict[str, archive.Array]:
+) -> dict[Any, archive.Array]:
   """Returns the slots that begin as the weights of a plain model do."""
   *_, base = nested_lib.nested_optimizers(optimizer)
-  trained = {id(replicas_lib.native(v)) for v in tracked.trained_by(optimizer)}
+  trained = [replicas_lib.native(v) for v in tracked.trained_by(optimizer)]
   variables = made.trainable_variables
   if trained:
     by_id = {id(replicas_lib.native(v)): v for v in made.variables}
-    variables = [
-      by_id[id(receivers[entry.name])]
+    receiver_of = {
+      id(replicas_lib.native(entry.variable)): receivers[entry.key]
       for entry in state.entries
-      if id(replicas_lib.native(entry.variable)) in trained
-    ]
+    }
+    variables = [by_id[id(receiver_of[id(v)])] for v in trained]
   config = base.get_config()
   if "learning_rate" in config:
     config["learning_rate"] = 0.0  # tf_keras would ask PerModel for a model's.
@@ -160,10 +162,9 @@ def _slots(
     return {}  # The configuration of a class of one's own may not be enough.
   copy.build(variables)
   weights = [np.asarray(v.numpy()) for v in variables]
-  slots = _values(dict(optimizer_state.state_variables(copy)))
   return {
-    name: slot
-    for name, slot in slots.items()
+    place: slot
+    for place, slot in _values(tracked.slots(copy, variables)).items()
     if slot.size
     and (
       slot.min() != slot.max()
@@ -187,16 +188,15 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
       copy = type(outermost).from_config(outermost.get_config())
       copy.build(trained)
     kept = set(map(id, nested_lib.rate_variables(each)))
-    initial = dict(optimizer_state.state_variables(copy))
-    for name, variable in optimizer_state.state_variables(each):
-      if id(variable) in kept:
-        continue
-      if name not in initial:
-        raise ValueError(
-          f"`optimizer` has {name}, which a new one of its configuration lacks."
-          " Pass an optimizer that is not built."
-        )
-      pairs.append((variable, initial[name]))
+    variables, initial = map(optimizer_state.state_variables, (each, copy))
+    if len(variables) != len(initial):
+      raise ValueError(
+        f"`optimizer` has {len(variables)} variables, but a new one of its"
+        f" configuration has {len(initial)}. Pass an optimizer that is not"
+        " built."
+      )
+    both = zip(variables, initial, strict=True)
+    pairs += [(v, new) for v, new in both if id(v) not in kept]
   return pairs
 
 

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import replicas as replicas_lib
-from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.models import (
   archive,
@@ -209,7 +208,7 @@ class Models(Sequence[Any]):
         " strategy's scope, so all models have one value of it. Create it"
         " inside `with strategy.scope():`."
       )
-    copies.compare_workers(f"assigning values of {_name(variable)}")
+    copies.compare_workers(f"assigning values of {_kind(variable)}")
     here = copies.engine.local_replicas
     copies.write(variable, [arrays[groups.index_of(r)] for r in here])
     initial_values.keep(native)
@@ -226,7 +225,7 @@ class Models(Sequence[Any]):
       have the same value, or you get the value of the first member.
     """
     copies, groups = self._copies_of(variable)
-    copies.compare_workers(f"reading values of {_name(variable)}")
+    copies.compare_workers(f"reading values of {_kind(variable)}")
     group_state.warn_if_collapsed(self._optimizer)
     if replicas_lib.strategy_of(variable) is None:
       return np.stack(copies.here(variable)[:1] * groups.num_groups)
@@ -251,7 +250,7 @@ class Models(Sequence[Any]):
       plain = plain_models.receivers(
         state, weights, what="`weights` is a model that"
       )
-      pairs = [(e.variable, plain[e.name].numpy()) for e in state.entries]
+      pairs = [(e.variable, plain[e.key].numpy()) for e in state.entries]
     else:
       targets, arrays = model.weights, list(map(np.asarray, weights))
       shapes = [list(v.shape) for v in targets]
@@ -491,7 +490,7 @@ class Models(Sequence[Any]):
     """
     state = self._state()
     state.compare_workers("assert_in_sync")
-    state.names_that_differ("assert_in_sync")  # Raises the error.
+    state.keys_that_differ("assert_in_sync")  # Raises the error.
 
   @property
   def _groups(self) -> groups_lib.Groups:
@@ -535,6 +534,6 @@ class Models(Sequence[Any]):
     return int(range(count)[i])
 
 
-def _name(variable: Any) -> str:
-  """Returns the name of a variable, which is the same on all workers."""
-  return variables_lib.renumbered([variables_lib.path_of(variable)])[0]
+def _kind(variable: Any) -> str:
+  native = replicas_lib.native(variable)
+  return f"a variable {tf.as_dtype(native.dtype).name} {list(native.shape)}"

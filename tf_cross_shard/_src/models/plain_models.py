@@ -46,7 +46,7 @@ def values_of(
   state: group_state.GroupState, members: Sequence[int]
 ) -> dict[str, archive.Array]:
   return {
-    entry.name: merged(entry, state.copies.read(entry.variable, members))
+    entry.key: merged(entry, state.copies.read(entry.variable, members))
     for entry in state.entries
   }
 
@@ -54,9 +54,9 @@ def values_of(
 def assign(
   state: group_state.GroupState, values: Mapping[str, archive.Array], plain: Any
 ) -> None:
-  """Assigns the values of variables of `state`, by name, to a plain model."""
-  for name, variable in receivers(state, plain).items():
-    variable.assign(values[name])
+  """Assigns the values of variables of `state`, by key, to a plain model."""
+  for key, variable in receivers(state, plain).items():
+    variable.assign(values[key])
   finalize(plain)
   set_rates(dropouts(state.rates, plain), values)
 
@@ -64,10 +64,10 @@ def assign(
 def receivers(
   state: group_state.GroupState, plain: Any, **options: Any
 ) -> dict[str, Any]:
-  """Returns a plain model's variables by the names of those in `state`."""
+  """Returns a plain model's variables by the keys of those in `state`."""
   target = _check_fits(state, plain, **options)
   return {
-    source.name: replicas_lib.native(entry.variable)
+    source.key: replicas_lib.native(entry.variable)
     for source, entry in zip(state.entries, target.entries, strict=True)
   }
 
@@ -105,7 +105,7 @@ def copy(source: int, target: int, state: group_state.GroupState) -> None:
   kept = set(map(id, nested_lib.rate_variables(state.optimizer)))
   here = state.copies.engine.local_replicas
   for entry in state.entries:
-    is_integer_model_variable = entry.name.startswith("model/") and (
+    is_integer_model_variable = entry.key.startswith("model/") and (
       not group_state.has_mean(entry.variable)
     )
     if is_integer_model_variable or id(entry.variable) in kept:
@@ -249,26 +249,18 @@ def _check_fits(
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, with_optimizer=False)
-  if len(into.seeds) != len(state.seeds) and not is_exact:
+  if into.num_seeds != state.num_seeds and not is_exact:
     into.leave_out_seeds()
     state.leave_out_seeds()
   rates = dropouts(state.rates, plain)
-  state.entries = [e for e in state.entries if e.name not in rates]
+  state.entries = [e for e in state.entries if e.key not in rates]
   if len(into.entries) != len(state.entries):
     raise ValueError(
       f"{what} has {len(into.entries)} variables,"
       f" but `model` has {len(state.entries)}. {remedy}"
     )
-  known = {entry.name for entry in state.entries}
   for entry, other in zip(into.entries, state.entries, strict=True):
-    # Keras numbers the states of random number generators in the order in
-    # which it makes them. A clone may make them in a different order.
-    is_numbered = entry.name not in known or not group_state.has_mean(
-      entry.variable
-    )
-    if entry.kind != other.kind or not (
-      is_numbered or entry.name == other.name
-    ):
+    if entry.kind != other.kind:
       raise ValueError(
         f"{what} has {entry.name}, {entry.kind},"
         f" but `model` has {other.name}, {other.kind}. {remedy}"
@@ -285,8 +277,8 @@ def dropouts(rates: Mapping[str, int], plain: Any) -> dict[str, Any]:
   """Returns Keras' Dropouts that stand for TunableDropouts, by the weights."""
   layers = dict(enumerate(keras_private.layers(plain)))
   return {
-    name: layers[i]
-    for name, i in rates.items()
+    key: layers[i]
+    for key, i in rates.items()
     if isinstance(getattr(layers.get(i), "rate", None), float)
   }
 
@@ -294,8 +286,8 @@ def dropouts(rates: Mapping[str, int], plain: Any) -> dict[str, Any]:
 def set_rates(
   layers: Mapping[str, Any], values: Mapping[str, archive.Array]
 ) -> None:
-  for name, dropout in layers.items():
-    dropout.rate = float(str(values[name]))  # 0.1, not 0.10000000149011612
+  for key, dropout in layers.items():
+    dropout.rate = float(str(values[key]))  # 0.1, not 0.10000000149011612
 
 
 def _clonable(config: Any, named: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ Keras knows `model.optimizer`. A GAN keeps its optimizers elsewhere.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -56,7 +56,7 @@ def with_state(optimizer: Any, model: Any) -> dict[str, Any]:
 
 
 def trained(
-  optimizer: Any, model: Any, names: dict[int, str]
+  optimizer: Any, model: Any, keys: dict[int, str]
 ) -> dict[str, list[str] | None]:
   """Returns which variables each built optimizer trains, if it tells."""
   every = optimizers(optimizer, model)
@@ -64,11 +64,11 @@ def trained(
     return {}
   found = {}
   for path, each in every.items():
-    keys = [id(replicas_lib.native(v)) for v in trained_by(each)]
+    ids = [id(replicas_lib.native(v)) for v in trained_by(each)]
     if nested_lib.is_built(each):
       # Not every optimizer tells what it trains.
-      is_known = bool(keys) and names.keys() >= set(keys)
-      found[path] = [names[key] for key in keys] if is_known else None
+      is_known = bool(ids) and keys.keys() >= set(ids)
+      found[path] = [keys[i] for i in ids] if is_known else None
   return found
 
 
@@ -107,6 +107,18 @@ def trained_by(optimizer: Any) -> list[Any]:
     if variables:
       return variables
   return []
+
+
+def slots(optimizer: Any, variables: Sequence[Any]) -> dict[Any, Any]:
+  """Returns the slots of an optimizer, by a variable's number and by name."""
+  wrappers = map(wrapped_lib.find, nested_lib.nested_optimizers(optimizer))
+  wrapped = next(filter(None, wrappers), None)
+  whole = (wrapped or wrapped_lib.WrappedOptimizer(optimizer)).whole
+  return {
+    (number, name): slot
+    for number, variable in enumerate(variables)
+    for name, slot in whole.slots(variable).items()
+  }
 
 
 def _walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

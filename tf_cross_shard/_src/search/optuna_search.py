@@ -286,7 +286,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       return
     state = self._state_of_trials()
     [calls] = (e for e in state.entries if e.variable is windows[0])
-    if state.copies.here(calls.variable)[0] != self._initial[calls.name][0]:
+    if state.copies.here(calls.variable)[0] != self._initial[calls.key][0]:
       raise ValueError(
         "`accumulate_steps` of CrossShardOptimizer does not divide the number"
         " of batches of an epoch, so that a trial would begin in the middle"

@@ -36,19 +36,20 @@ class TrialSettings:
     wrapped = vars(wrapped_lib.base_optimizer(model.optimizer))
     known = {*wrapped, *settings_lib.LIMITS}
     new = (set(settings) & known) - {_RATE, *before}
-    weights = {
-      entry.name.removeprefix("model/"): entry.variable
+    weights = [
+      (entry.name, entry.variable)
       for entry in group_state.GroupState(model.optimizer, model, False).entries
       if not entry.is_shared and not entry.shape.rank
-    }
+    ]
     self._weights = {
-      name: [v for p, v in weights.items() if f"/{p}".endswith(f"/{name}")]
+      name: [v for p, v in weights if f"/{p}".endswith(f"/{name}")]
       for name in set(settings) - {_RATE, *before, *new}
     }
     for name, found in self._weights.items():
       if not found:
         numbers = [n for n, v in wrapped.items() if validation.is_number(v)]
-        candidates = [_RATE, *before, *numbers, *settings_lib.LIMITS, *weights]
+        candidates = [_RATE, *before, *numbers, *settings_lib.LIMITS]
+        candidates += [path for path, _ in weights]
         candidates = [n for n in candidates if not n.startswith("_")]
         ends = [n.rsplit("/", 1)[-1] for n in candidates]
         close = difflib.get_close_matches(name, ends, 1)

@@ -35,8 +35,8 @@ class BestWeights:
     members = state.groups.assignment[group]
     self.best = running
     self.weights = {
-      entry.name: plain_models.merged(
-        entry, [kept[entry.name][replica] for replica in members]
+      entry.key: plain_models.merged(
+        entry, [kept[entry.key][replica] for replica in members]
       )
       for entry in state.entries
     }
@@ -45,11 +45,12 @@ class BestWeights:
       about = {
         "format": group_state.FORMAT,
         "group_assignment": [[0]],
-        "names": list(self.weights),
+        "names": state.names,
         "rates": state.rates,
         "values": dataclasses.asdict(running),
       }
-      arrays = {group_state.key(n, 0): v for n, v in self.weights.items()}
+      key_in_file = group_state.key_in_file
+      arrays = {key_in_file(k, 0): v for k, v in self.weights.items()}
       archive.write(self._path(self._folder, running.number), arrays, about)
 
   def load(self, number: int) -> dict[str, archive.Array]:
@@ -64,7 +65,7 @@ class BestWeights:
       )
     with archive.reading(path) as file:
       names = file.about["names"]
-      return {name: file[group_state.key(name, 0)] for name in names}
+      return {key: file[group_state.key_in_file(key, 0)] for key in names}
 
   @staticmethod
   def _path(folder: epath.Path, number: int) -> epath.Path:

@@ -21,7 +21,6 @@ from tf_cross_shard._src.core.wrapped import (
   keras_private,
   overriding,
 )
-from tf_cross_shard._src.core.wrapped import names as names_lib
 
 # Replaces `update_step` for row-sparse gradients: it receives `update_step`
 # and then the arguments of `update_step`.
@@ -192,7 +191,7 @@ class WrappedOptimizer:
     found = list(slots_at(opt, index, count, (key, *(paths or names))))
     kinds = [keras_private.kind_of_slot(*each, paths) for each in found]
     slots = [slot for _, slot in found]
-    return dict(zip(names_lib.unique(kinds), slots, strict=True))
+    return dict(zip(variables_lib.unique(kinds), slots, strict=True))
 
   def view(self, variable: Variable, name: str) -> Any:
     return self.slots(variable).get(name)
@@ -244,11 +243,7 @@ class WrappedOptimizer:
     return self.scale_loss(limit) if self._is_keras3 else limit
 
   def wire_scale(self) -> Any:
-    """Returns the factor of gradients while they are sent in float16, or None.
-
-    Without this factor, float16 would round gradients that are divided by the
-    loss scale to zero.
-    """
+    """Returns the factor of gradients that are sent in float16, or None."""
     scaler = self._tf_keras_scaler
     return None if scaler is None else scaler.loss_scale
 
