@@ -130,11 +130,11 @@ def _methods(
   # Accumulated gradients are dense.
   keeps_rows = given.keeps_rows and pipeline.calls_per_step == 1
   keeps_rows &= not given.clips_to_dense([*shards, *tables])
-  dense = [plan.method(variables_lib.native(v), False) for v in shards]
+  dense = [plan.kernel_or_parts(variables_lib.native(v), False) for v in shards]
   return dense + [
     fused.UpdateMethod("rows", "only the rows in the batch")
     if (is_sparse := keeps_rows and given.is_embedding(v)) and given.is_by_rows
-    else plan.method(variables_lib.native(v), is_sparse)
+    else plan.kernel_or_parts(variables_lib.native(v), is_sparse)
     for v in tables
   ]
 

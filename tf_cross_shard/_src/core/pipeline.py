@@ -5,7 +5,7 @@
                  replica or one    group                       the weights
                  alone
 
-`GradientPipeline.take` and `_finish` follow this drawing from left to right.
+`GradientPipeline.take` and `_apply_or_skip` follow this drawing to the right.
 Before a step, `scale` multiplies the loss (or `take` multiplies the gradients,
 with `scale_gradients`), and `differentiate` or the user's own tape computes the
 gradients.
@@ -100,7 +100,7 @@ class GradientPipeline:
     with tf.name_scope(call.name or self.settings.name), self.in_my_group():
       grads = call.grads if call.is_reduced else self._scale_and_clip(call)
       if self.window is None:
-        self._finish(call, grads)
+        self._apply_or_skip(call, grads)
       else:
         window, variables = self.window, call.variables
         dense = window.to_dense(grads, variables)
@@ -108,13 +108,13 @@ class GradientPipeline:
         # branch.
         tf.cond(
           window.is_last_call(),
-          lambda: self._finish(call, window.take(dense, variables)),
+          lambda: self._apply_or_skip(call, window.take(dense, variables)),
           lambda: window.add(dense, variables),
         )
       with self.engine.isolate():
         return tf.identity(self.wrapped.iterations())
 
-  def _finish(self, call: Call, grads: Sequence[Gradient]) -> None:
+  def _apply_or_skip(self, call: Call, grads: Sequence[Gradient]) -> None:
     """Reduces gradients over the group, and applies the sums once."""
     if call.is_reduced:
       sums = self.update.cut(grads, call.variables)

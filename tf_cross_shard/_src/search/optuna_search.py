@@ -138,11 +138,11 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._suggest = suggest
     self._folder = None if folder is None else archive.as_path(folder, "folder")
     self._settings = settings_lib.TrialSettings()
-    self._reset()
+    self._forget_trials()
     if mode != "auto":
       self._check_mode({"min": -1.0, "max": 1.0}[mode])
 
-  def _reset(self) -> None:
+  def _forget_trials(self) -> None:
     self._trials = study_lib.Trials(self.study, self._suggest)
     # An error in other code ends `fit` without a call of `on_train_end`.
     weakref.finalize(self, self._trials.end)
@@ -200,7 +200,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     if not folders:
       self._fail_all()  # An error of another callback has ended a `fit`.
     if self._trials.study is not self.study:
-      self._reset()
+      self._forget_trials()
     self._direction()
     num_models = len(self.keys)
     self._running = [None] * num_models
@@ -248,7 +248,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
       if not self._has_trained:
         self._trials.ask_again()
       self._has_trained = True
-      self._start([i for i, r in enumerate(self._running) if r is None])
+      self._start_trials([i for i, r in enumerate(self._running) if r is None])
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
     """Reports the metrics; models whose trial has ended take the next one."""
@@ -275,7 +275,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
         is_finite = math.isfinite(running.values[-1])  # Otherwise it failed.
         if is_finite and len(running.values) == self.epochs:
           self._best.finish(running, state, i, self._kept)
-      self._start([i for i, _ in ended])
+      self._start_trials([i for i, _ in ended])
     if not any(self._running):
       self.model.stop_training = True
 
@@ -306,7 +306,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     self._running = [None] * len(self._running)
     return self._trials.fail_all()
 
-  def _start(self, models: Iterable[int]) -> None:
+  def _start_trials(self, models: Iterable[int]) -> None:
     """Gives free models their next trials: the initial state, the settings."""
     started = []
     for i in models:

@@ -188,10 +188,8 @@ class Tables:
       for total, variable in zip(sums, variables, strict=True)
       if isinstance(total, tf.IndexedSlices)
     ]
-    # Keras would clip, and decay, whole tables. `_update_rows` decays the rows
-    # in the batch alone.
-    clipping_rows = self._wrapped.clipping_rows(self.is_lazy)
-    with clipping_rows, self._wrapped.without_decay(tables):
+    # `_update_rows` decays the rows in the batch alone.
+    with self._wrapped.clipping_rows(self.is_lazy, tables):
       yield sums
 
   def _update_rows(

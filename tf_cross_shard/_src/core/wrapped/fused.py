@@ -102,7 +102,7 @@ class Plan:
   is_stack: bool = False
   sums_rows: bool = False
 
-  def method(self, variable: Any, is_sparse: bool) -> UpdateMethod:
+  def kernel_or_parts(self, variable: Any, is_sparse: bool) -> UpdateMethod:
     """Returns how a step updates a `tf.Variable`."""
     if self.kernel is None:
       return UpdateMethod("Keras", self.reason)
@@ -189,7 +189,7 @@ class _UpdateStep:
     if is_sparse and self._row_step is not None:
       self._row_step(self._plain, gradient, variable, *rate)
       return
-    method = self._plan.method(native, is_sparse)
+    method = self._plan.kernel_or_parts(native, is_sparse)
     if kernel is None or method.name == "Keras":
       self._plain(gradient, variable, *rate)
       return

@@ -293,33 +293,25 @@ class WrappedOptimizer:
     """Returns whether weight decay, if it is set, applies to a variable."""
     return keras_private.decays(self.base_optimizer, variable)
 
-  def without_decay(
-    self, variables: Sequence[Variable]
-  ) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context without weight decay for `variables`."""
-    hidden = set(map(self.index, variables))
-    decay = getattr(self.base_optimizer, keras_private.DECAY)
-    decay_others = {
-      keras_private.DECAY: lambda seen: decay(
-        [v for v in seen if self.index(v) not in hidden]
-      )
-    }
-    return overriding.overriding(self.base_optimizer, **decay_others)
-
   def clipping_rows(
-    self, sums_rows: bool
+    self, sums_rows: bool, tables: Sequence[Variable] = ()
   ) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that clips by the optimizer's limits, not by its code.
+    """Returns a context that clips by limits, and does not decay `tables`.
 
-    Keras would clip whole tables, and cannot clip gradients of several dtypes
-    by one norm. `sums_rows` is whether rows of the same index are added up.
+    Keras would clip, and decay, whole tables, and cannot clip gradients of
+    several dtypes by one norm. `sums_rows`: rows of one index are added up.
     """
-    clip = {
+    hidden = set(map(self.index, tables))
+    decay = getattr(self.base_optimizer, keras_private.DECAY)
+    overridden = {
       keras_private.CLIP: lambda grads: clipping.clip(
         grads, **clipping.limits_of(self.base_optimizer), sums_rows=sums_rows
-      )
+      ),
+      keras_private.DECAY: lambda variables: decay(
+        [v for v in variables if self.index(v) not in hidden]
+      ),
     }
-    return overriding.overriding(self.base_optimizer, **clip)
+    return overriding.overriding(self.base_optimizer, **overridden)
 
   @property
   def clips_to_dense(self) -> bool:
