@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 class GroupState:
   """The variables of an optimizer and a model, in all groups.
 
-  `rates` has each `TunableDropout`'s place among the layers, by its weight's key.
+  `rates` has the place of each `TunableDropout`, by the key of its weight.
   """
 
   def __init__(
