@@ -42,7 +42,7 @@ def test_unknown_strategy_raises_not_implemented_error() -> None:
 
 def _traced(ops: collective_ops.CollectiveOps) -> list[tf.Operation]:
   """Returns four collectives of one replica in one function."""
-  groups = groups_lib.contiguous(2, 2)
+  caller = collective_ops.Caller(groups_lib.contiguous(2, 2), 0, "CPU:0")
   found: list[tf.Operation] = []
 
   def trace() -> None:
@@ -52,7 +52,7 @@ def _traced(ops: collective_ops.CollectiveOps) -> list[tf.Operation]:
       (collective_ops.ALL_TO_ALL, [tf.float32]),
     ):
       rows = [tf.zeros([2, 2], dtype) for dtype in dtypes]
-      found.extend(r.op for r in ops.run(name, rows, groups, 0, "CPU:0"))
+      found.extend(r.op for r in ops.run(name, rows, caller))
 
   tf.function(trace, autograph=False).get_concrete_function()
   return found

@@ -15,12 +15,13 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
 from tf_cross_shard._src.core import graphs
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core.reduce import engine, isolation
 
 # The first of our group keys. tf.distribute numbers its own groups from 1, and
 # two groups with the same key raise an error.
@@ -47,6 +48,14 @@ _local_strategies: Final = itertools.count()
 Runner = Callable[
   [Sequence[tf.Tensor], Callable[[], list[tf.Tensor]]], list[tf.Tensor]
 ]
+
+
+class Caller(NamedTuple):
+  """The replica that takes part in a collective."""
+
+  groups: groups_lib.Groups
+  replica: int
+  device: str
 
 
 class CollectiveOps:
@@ -76,14 +85,10 @@ class CollectiveOps:
     ] = weakref.WeakKeyDictionary()
 
   def run(
-    self,
-    name: str,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
+    self, name: str, tensors: Sequence[tf.Tensor], caller: Caller
   ) -> list[tf.Tensor]:
-    """Runs one collective for each tensor, over the group of `replica`."""
+    """Runs one collective for each tensor, over the caller's group."""
+    groups, replica, device = caller
     self._check(tensors)
 
     def run() -> list[tf.Tensor]:
@@ -108,53 +113,45 @@ class CollectiveOps:
 
     return self._run_watched(tensors, run) if self._run_watched else run()
 
-  def reduce_scatter(
-    self, row: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
-  ) -> tf.Tensor:
+  def reduce_scatter(self, row: tf.Tensor, caller: Caller) -> tf.Tensor:
     """Sums a vector over the group, and returns this member's part.
 
     part k of all members ─ all-to-all ─▶ member k sums its parts
     """
-    rows = tf.reshape(row, [groups.group_size, -1])
-    [received] = self.run(ALL_TO_ALL, [rows], groups, replica, device)
+    rows = tf.reshape(row, [caller.groups.group_size, -1])
+    [received] = self.run(ALL_TO_ALL, [rows], caller)
     # Adding locally allows half-precision parts to be added in float32.
     wide = tf.cast(received, tf.float32) if row.dtype.size < 4 else received
     return tf.cast(tf.reduce_sum(wide, axis=0), row.dtype)
 
-  def all_gather(
-    self, part: tf.Tensor, groups: groups_lib.Groups, replica: int, device: str
-  ) -> tf.Tensor:
+  def all_gather(self, part: tf.Tensor, caller: Caller) -> tf.Tensor:
     """Concatenates the parts of all members, which have the same shape."""
-    words = [as_words(part)]
-    [joined] = self.run(ALL_GATHER, words, groups, replica, device)
-    return from_words(joined, part)
+    [joined] = self.run(ALL_GATHER, [_as_words(part)], caller)
+    return _from_words(joined, part)
 
   def join_rows(
-    self,
-    tensors: Sequence[tf.Tensor],
-    groups: groups_lib.Groups,
-    replica: int,
-    device: str,
+    self, tensors: Sequence[tf.Tensor], caller: Caller
   ) -> list[tf.Tensor]:
     """Concatenates tensors of which replicas may have different rows."""
     # A collective needs one shape on all members: pad to the longest tensor.
     # counts[m, i]: how many rows member m has of tensor i.
     rows = tf.stack([tf.shape(tensor)[0] for tensor in tensors])[tf.newaxis]
-    [counts] = self.run(ALL_GATHER, [rows], groups, replica, device)
-    counts = tf.reshape(counts, [groups.group_size, len(tensors)])
+    [counts] = self.run(ALL_GATHER, [rows], caller)
+    members = caller.groups.group_size
+    counts = tf.reshape(counts, [members, len(tensors)])
     longest = tf.reduce_max(counts, axis=0)
     padded = [
-      _pad_rows(as_words(tensor), _rounded_up(longest[i]))
+      _pad_rows(_as_words(tensor), _rounded_up(longest[i]))
       for i, tensor in enumerate(tensors)
     ]
-    joined = self.run(ALL_GATHER, padded, groups, replica, device)
+    joined = self.run(ALL_GATHER, padded, caller)
     results = []
     for i, (all_rows, tensor) in enumerate(zip(joined, tensors, strict=True)):
       # is_real[m, k]: whether row k of member m is not padding.
-      rows_each = tf.shape(all_rows)[0] // groups.group_size
+      rows_each = tf.shape(all_rows)[0] // members
       is_real = tf.range(rows_each) < counts[:, i, tf.newaxis]
       words = tf.boolean_mask(all_rows, tf.reshape(is_real, [-1]))
-      results.append(from_words(words, tensor))
+      results.append(_from_words(words, tensor))
     return results
 
   def _check(self, tensors: Sequence[tf.Tensor]) -> None:
@@ -269,19 +266,55 @@ def of_strategy(
   return _of_strategy[strategy]
 
 
-def as_words(tensor: tf.Tensor) -> tf.Tensor:
+class CollectiveEngine(engine.Engine):
+  """An engine that sums and gathers by collective operations."""
+
+  # The operations, which all optimizers of the strategy share.
+  _collectives: CollectiveOps
+
+  def __init__(
+    self, strategy: tf.distribute.Strategy, groups: groups_lib.Groups
+  ) -> None:
+    super().__init__(strategy, groups)
+    self._devices = tuple(strategy.extended.worker_devices)
+    self._on_cpus = all("CPU" in device.upper() for device in self._devices)
+
+  def all_reduce_sum(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return self._collectives.run(ALL_REDUCE, tensors, self._caller())
+
+  def all_gather(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return self._collectives.join_rows(tensors, self._caller())
+
+  def reduce_scatter(self, row: tf.Tensor) -> tf.Tensor:
+    if not _keeps_order(self.groups):
+      return super().reduce_scatter(row)
+    return self._collectives.reduce_scatter(row, self._caller())
+
+  def all_gather_part(self, part: tf.Tensor) -> tf.Tensor:
+    if not _keeps_order(self.groups):
+      return super().all_gather_part(part)
+    return self._collectives.all_gather(part, self._caller())
+
+  def _caller(self) -> Caller:
+    replica = isolation.replica_id()
+    assert replica is not None  # These strategies know it while tracing.
+    device = self._devices[replica - self.local_replicas.start]
+    return Caller(self.groups, replica, device)
+
+
+def _as_words(tensor: tf.Tensor) -> tf.Tensor:
   """Bitcasts bfloat16, which cannot be gathered, to float16."""
   if tensor.dtype == tf.bfloat16:
     return tf.bitcast(tensor, tf.float16)
   return tensor
 
 
-def from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-  """Reverses `as_words`; `like` has the original dtype."""
+def _from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+  """Reverses `_as_words`; `like` has the original dtype."""
   return tf.bitcast(words, like.dtype) if words.dtype != like.dtype else words
 
 
-def keeps_order(groups: groups_lib.Groups) -> bool:
+def _keeps_order(groups: groups_lib.Groups) -> bool:
   """Returns whether gathering and all-to-all see members in replica order."""
   # The runtime sorts device names as text: "task:10" comes before "task:2".
   return groups.num_replicas <= MAX_ORDERED

@@ -17,7 +17,6 @@ from tf_cross_shard._src.core import graphs
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import compression, packing
 from tf_cross_shard._src.core.reduce import (
-  collective_engine,
   collective_ops,
   isolation,
 )
@@ -29,7 +28,7 @@ from tf_cross_shard._src.core.reduce import layout as layouts
 _MERGE_BUCKET_BYTES: Final = 1 << 16
 
 
-class Mirrored(collective_engine.CollectiveEngine):
+class Mirrored(collective_ops.CollectiveEngine):
   """Collectives within groups of the devices of one process."""
 
   def __init__(
@@ -107,7 +106,7 @@ class Mirrored(collective_engine.CollectiveEngine):
       return super().all_reduce_accumulate_f32(tensors)
     return self._sum(tensors, _add_widened)
 
-  def _caller(self) -> tuple[groups_lib.Groups, int, str]:
+  def _caller(self) -> collective_ops.Caller:
     """Returns the caller, or raises `ValueError` if a device is missing."""
     there = [device.name for device in tf.config.list_logical_devices()]
     absent = [d for d in self._devices if not d.endswith(tuple(there))]

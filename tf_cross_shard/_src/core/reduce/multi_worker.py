@@ -15,7 +15,6 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import (
-  collective_engine,
   collective_ops,
   engine,
   isolation,
@@ -29,7 +28,7 @@ _BUCKET_BYTES: Final = 8 << 20
 _CHAINS: Final = 4
 
 
-class MultiWorker(collective_engine.CollectiveEngine):
+class MultiWorker(collective_ops.CollectiveEngine):
   """Collectives within groups of the replicas of several processes."""
 
   # Several buckets are sent at the same time, and the buckets of the last
@@ -99,8 +98,8 @@ class MultiWorker(collective_engine.CollectiveEngine):
     if not fits:
       flat = tf.pad(flat, [[0, -tf.size(flat) % members]])
     caller = self._caller()
-    part = self._collectives.reduce_scatter(flat, *caller)
-    whole = self._collectives.all_gather(part, *caller)
+    part = self._collectives.reduce_scatter(flat, caller)
+    whole = self._collectives.all_gather(part, caller)
     if not fits:
       whole = whole[: tf.size(tensor)]
     return tf.reshape(whole, tf.shape(tensor))
