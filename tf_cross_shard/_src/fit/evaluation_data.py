@@ -45,13 +45,6 @@ class EvaluationData:
     return {**self._batches, **({"steps": 1} if one_batch else {})}
 
   @property
-  def dataset(self) -> tf.data.Dataset | None:
-    """The data as one dataset; None if `evaluate` has to read them."""
-    data = self._batches["x"]
-    is_dataset = isinstance(data, tf.data.Dataset) and len(self._batches) == 1
-    return data if is_dataset else None
-
-  @property
   def is_by_model(self) -> bool:
     """Whether `per_model` gives each model its own part of the data."""
     spec = getattr(self._batches["x"], "element_spec", None)

@@ -35,12 +35,9 @@ class PlainEvaluator:
     self,
     strategy: tf.distribute.Strategy,
     data: evaluation_data.EvaluationData,
-    may_trace: bool = True,
   ) -> None:
     self._strategy = strategy
     self._data = data
-    self._may_trace = may_trace
-    self._programs: dict[int, Callable[[], Any]] = {}
 
   def evaluate(
     self, model: Any, key: str, one_batch: bool = False
@@ -50,14 +47,8 @@ class PlainEvaluator:
     metrics: dict[str, Any] = {}
     if workers is None or workers.index == 0:
       with variables_lib.outside_of_strategies():
-        program = self._program(model)
-        if program is None:
-          batches = self._data.arguments(one_batch)
-          result = model.evaluate(**batches, verbose=0, return_dict=True)
-        elif one_batch:  # Creating the program has evaluated a batch.
-          result = model.get_metrics_result()
-        else:
-          result = program()
+        batches = self._data.arguments(one_batch)
+        result = model.evaluate(**batches, verbose=0, return_dict=True)
       flat = per_model_evaluation.flat(result)
       metrics = {n: per_model_evaluation.as_value(v) for n, v in flat.items()}
     if workers is not None:
@@ -68,16 +59,6 @@ class PlainEvaluator:
       received = json.loads(text).items()
       metrics = {n: per_model_evaluation.as_value(v) for n, v in received}
     return {f"{name}/{key}": value for name, value in metrics.items()}
-
-  def _program(self, model: Any) -> Any:
-    """Returns a function of all data; None where `evaluate` is needed."""
-    data = self._data.dataset
-    is_traceable = self._may_trace and data is not None
-    if not (is_traceable and per_model_evaluation.is_traceable(model)):
-      return None
-    if id(model) not in self._programs:
-      self._programs[id(model)] = per_model_evaluation.program(model, data)
-    return self._programs[id(model)]
 
 
 class ModelsEvaluator:
@@ -93,7 +74,7 @@ class ModelsEvaluator:
   ) -> None:
     self._model, self._keys = model, keys
     self._data, self._metrics = data, metrics
-    self._plain = PlainEvaluator(model.distribute_strategy, data, False)
+    self._plain = PlainEvaluator(model.distribute_strategy, data)
     self._mean: Any = None
     if has_ensemble and not data.is_by_model:
       self._mean = mean_model.mean_of(mean_model.of_models(model), model)
@@ -122,7 +103,6 @@ class TwinEvaluator:
     model: Any,
     keys: Sequence[str],
     data: evaluation_data.EvaluationData,
-    state: group_state.GroupState,
     twin: Callable[[], Any] | None,
     has_ensemble: bool,
   ) -> None:
@@ -132,7 +112,7 @@ class TwinEvaluator:
       into = None if twin is None else twin()
       return plain_models.load(model, 0, model.optimizer, into=into)
 
-    self._keys, self._state = keys, state
+    self._model, self._keys = model, keys
     self._evaluator = PlainEvaluator(model.distribute_strategy, data)
     self._plain = make()
     if keras_fit.compile_arguments(self._plain) is None:
@@ -144,30 +124,17 @@ class TwinEvaluator:
       mean = mean_model.of_members(self._members)
       self._mean = mean_model.mean_of(mean, self._plain)
       mean_model.compile_like(self._plain, self._mean)
-    self._receivers = {
-      id(plain): plain_models.receivers(state, plain)
-      for plain in (self._plain, *self._members)
-    }
 
   def evaluate(self, one_batch: bool = False) -> dict[str, Any]:
     """Returns the metrics of all models, and those of the ensemble."""
-    metrics: dict[str, Any] = {}
+    model, metrics = self._model, dict[str, Any]()
     for i, key in enumerate(self._keys[:1] if one_batch else self._keys):
-      if not one_batch:
-        self._load(i)
+      for plain in (self._plain, *self._members[i : i + 1]):
+        plain_models.load(model, i, model.optimizer, into=plain)
       metrics |= self._evaluator.evaluate(self._plain, key, one_batch)
     if self._mean is not None:
       metrics |= self._evaluator.evaluate(self._mean, "ensemble", one_batch)
     return metrics
-
-  def _load(self, group: int) -> None:
-    """Gives the twin, and a member of the ensemble, a model's weights."""
-    members = self._state.groups.assignment[group]
-    values = plain_models.values_of(self._state, members)
-    for plain in (self._plain, *self._members[group : group + 1]):
-      for name, variable in self._receivers[id(plain)].items():
-        variable.assign(values[name])
-      plain_models.finalize(plain)
 
 
 @contextlib.contextmanager

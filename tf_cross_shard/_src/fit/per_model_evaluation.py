@@ -1,44 +1,15 @@
-"""Evaluates plain models, and reads the metrics of models in one program.
+"""Reads the metrics of models in one program.
 
-    metric variables [n, ...] ─ get_metrics_result, n times ─▶ n results
-
-`evaluate` of Keras takes 20 ms of Python, however small model and data are. A
-`tf.function` over all batches takes less, for each model that is evaluated.
+metric variables [n, ...] ─ get_metrics_result, n times ─▶ n results
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_cross_shard._src.core.wrapped import keras_private, nested
-
-_HOOKS = "evaluate", "make_test_function", "test_step", "reset_metrics"
-
-
-def is_traceable(model: Any) -> bool:
-  """Returns whether calling `test_step` does the same as Keras' `evaluate`."""
-  return not model.run_eagerly and not keras_private.overrides(model, _HOOKS)
-
-
-def program(model: Any, data: tf.data.Dataset) -> Callable[[], Any]:
-  """Returns a function that evaluates a model and returns its metrics."""
-  for batch in data.take(1):
-    model.test_step(batch)  # Creates metrics, which functions must not do.
-
-  # An iterator: a dataset in a function is optimized again in each call.
-  @tf.function
-  def evaluate(iterator: Any) -> None:
-    for batch in iterator:
-      model.test_step(batch)
-
-  def run() -> Any:
-    model.reset_metrics()
-    evaluate(iter(data))
-    return model.get_metrics_result()
-
-  return run
+from tf_cross_shard._src.core.wrapped import nested
 
 
 class MetricsOfModels:

@@ -278,7 +278,7 @@ class PerModelMetrics(per_model_callback.PerModelReader):
     if self._evaluator is None:
       self._make_evaluator()
     assert self._evaluator is not None
-    self._state.compare_workers("evaluating models")
+    self.state_of_groups().compare_workers("evaluating models")
     group_state.warn_if_collapsed(self.model.optimizer)
     found = self._evaluator.evaluate().items()
     return {f"{self.prefix}{name}": value for name, value in found}
@@ -328,12 +328,11 @@ class PerModelMetrics(per_model_callback.PerModelReader):
   def _make_evaluator(self) -> None:
     """Creates what is evaluated besides the model itself."""
     assert self._data is not None
-    self._state = state = self.state_of_groups()
-    has_ensemble = self._ensemble and state.groups.num_groups > 1
+    has_ensemble = self._ensemble and len(self.keys) > 1
     with variables_lib.outside_of_strategies():
       if self.of_models is None:
         self._evaluator = evaluators.TwinEvaluator(
-          *(self.model, self.keys, self._data, state, self._twin, has_ensemble)
+          *(self.model, self.keys, self._data, self._twin, has_ensemble)
         )
       else:
         self._evaluator = evaluators.ModelsEvaluator(

@@ -36,19 +36,14 @@ def load(model: Any, i: int, optimizer: Any, into: Any = None) -> Any:
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
   state.compare_workers(f"loading model {i}")
   group_state.warn_if_collapsed(optimizer)
-  values = values_of(state, state.groups.assignment[i])
-  plain = _clone(keras, model, state) if into is None else into
-  assign(state, values, plain)
-  return plain
-
-
-def values_of(
-  state: group_state.GroupState, members: Sequence[int]
-) -> dict[str, archive.Array]:
-  return {
+  members = state.groups.assignment[i]
+  values = {
     entry.key: merged(entry, state.copies.read(entry.variable, members))
     for entry in state.entries
   }
+  plain = _clone(keras, model, state) if into is None else into
+  assign(state, values, plain)
+  return plain
 
 
 def assign(
@@ -239,16 +234,13 @@ def _check_fits(
   what: str = "The model passed as `into` or `twin`",
   is_exact: bool = False,
 ) -> group_state.GroupState:
-  """Returns a plain model's variables that receive the values in `state`.
-
-  If both have different numbers of random number generators, as with a dropout
-  rate of 0, their states are left out of both, unless `is_exact`.
-  """
+  """Returns a plain model's variables that receive the values in `state`."""
   remedy = (
     "Create and build it with the same code as `model`, outside"
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, with_optimizer=False)
+  # A dropout rate of 0 has no random number generator.
   if into.num_seeds != state.num_seeds and not is_exact:
     into.leave_out_seeds()
     state.leave_out_seeds()
@@ -291,12 +283,7 @@ def set_rates(
 
 
 def _clonable(config: Any, named: Mapping[str, Any]) -> Any:
-  """Returns a configuration whose Lambda layers have the functions in `named`.
-
-  The layers of this package become those of Keras. The configuration of the
-  optimizer is left out, so that no part of the clone is compiled: loading a
-  compiled clone would need this package.
-  """
+  """Returns a configuration of Keras' layers with the functions in `named`."""
   if type(config) is list:
     return [_clonable(value, named) for value in config]
   if not isinstance(config, dict):
@@ -321,5 +308,5 @@ def _clonable(config: Any, named: Mapping[str, Any]) -> Any:
     if key == "function" and name in named and isinstance(value, dict)
     else _clonable(value, named)
     for key, value in config.items()
-    if key != "compile_config"
+    if key != "compile_config"  # Loading it would need this package.
   }
