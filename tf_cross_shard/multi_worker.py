@@ -36,7 +36,7 @@ machine.
 
 from tf_cross_shard._src import catalogue as _catalogue
 from tf_cross_shard._src.backup.backup import BackupAndRestore
-from tf_cross_shard._src.core.workers.errors import (
+from tf_cross_shard._src.core.workers import (
   DisagreementError,
   MissingWorkerError,
   WorkerLostError,

@@ -204,7 +204,7 @@ def test_a_worker_that_does_something_else_is_named(
     _assert_says(
       report,
       "MissingWorkerError",
-      rf"{_name(0)} waited 18 s for {_name(1)} at: the building of"
+      rf"{_name(0)} waited 15 s for {_name(1)} at: the building of"
       r" CrossShardOptimizer\. Each missing worker is not running, or is doing",
     )
     assert report["unchanged"]
@@ -257,14 +257,9 @@ def test_killed_worker_is_named_by_the_other_workers(
 def test_waiting_without_a_limit_ends_if_a_worker_is_killed(
   launches: Launches,
 ) -> None:
-  """Worker 2 is killed while the other workers wait for it.
-
-  The first worker runs the coordination service and ends, too. So the error of
-  another worker may name either of these workers, or none.
-  """
-  first, other = launches.reports("lost, others wait")
-  _assert_says(first, "WorkerLostError", r"^worker 2\b.* was lost")
-  _assert_says(other, "WorkerLostError", r"^(worker [02]|A worker) .*was lost")
+  """Worker 2 is killed while the other workers wait for it."""
+  for report in launches.reports("lost, others wait"):
+    _assert_says(report, "WorkerLostError", r"^worker 2\b.* was lost")
 
 
 def test_a_wait_for_a_worker_that_is_stuck_ends(launches: Launches) -> None:
@@ -300,7 +295,7 @@ def test_resumed_training_equals_uninterrupted_training(
   left, killed = run(dies=True)
   assert killed is None
   # TensorFlow reports the loss after about ten seconds. On a busy machine, the
-  # wait of 18 seconds for the other worker may end first.
+  # wait of 15 seconds for the other worker may end first.
   if left["error"] == "WorkerLostError":
     _assert_says(left, "WorkerLostError", r"^worker 1\b.* was lost")
   else:

@@ -4,9 +4,11 @@ A new process takes seconds to import TensorFlow. So one server process imports
 TensorFlow once, without using a device, and forks each new process.
 """
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pathlib
 import sys
@@ -86,6 +88,8 @@ def prepare(output: pathlib.Path, environment: Mapping[str, str]) -> None:
     for stream in (sys.stdout, sys.stderr):
       stream.flush()
       os.dup2(file.fileno(), stream.fileno())
+  # Only an ordinary process runs these functions by itself.
+  multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
   # The server is silent if it cannot import a module.
   assert "tests.support.forking_imports" in sys.modules
   os.environ.pop("TF_CONFIG", None)

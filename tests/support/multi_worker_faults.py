@@ -22,7 +22,7 @@ from tests.support import testbed
 from tf_cross_shard import CrossShardOptimizer
 from tf_cross_shard._src.backup import preemption
 from tf_cross_shard._src.core import versions
-from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.models import group_state
 from tf_cross_shard.multi_worker import (
   BackupAndRestore,
@@ -246,11 +246,11 @@ def lose_waiting(strategy: tf.distribute.Strategy) -> dict[str, Any]:
 
   Workers wait in this way while the first worker evaluates groups.
   """
-  workers = agreement.of_strategy(strategy)
+  workers = workers_lib.of_strategy(strategy)
   assert workers is not None
   if workers.index == len(workers.names) - 1:
     os.kill(os.getpid(), signal.SIGKILL)
-  return attempt(lambda: agreement.exchange(workers, "a test", "", math.inf))
+  return attempt(lambda: workers_lib.exchange(workers, "a test", "", math.inf))
 
 
 def stall(odd: bool, strategy: tf.distribute.Strategy) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tf_cross_shard import (
   groups,
   layers,
 )
-from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core import workers as workers_lib
 
 _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(64, 4)).astype("float32")
@@ -708,7 +708,7 @@ def test_a_direction_that_keras_decides_otherwise() -> None:
 def test_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
   search = callbacks.OptunaSearch(make_study(), suggest, trials=4, epochs=2)
   model = grouped(VectorizedStrategy(2))
-  monkeypatch.setattr(agreement, "of_strategy", lambda _: object())
+  monkeypatch.setattr(workers_lib, "of_strategy", lambda _: object())
   with pytest.raises(NotImplementedError, match="let all processes share the"):
     run(search, model)
   assert all(t.state == State.WAITING for t in search.study.trials)

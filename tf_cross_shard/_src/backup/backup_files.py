@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 from etils import epath
 
-from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.models import archive, group_state
 
 _NAME: Final = re.compile(r"epoch_(\d+)(?:_batch_(\d+))?\.npz")
@@ -23,7 +23,7 @@ class BackupFiles:
   ) -> None:
     """Creates the folder, and deletes incomplete files in it."""
     self.folder = folder
-    self._workers = agreement.of_strategy(strategy)
+    self._workers = workers_lib.of_strategy(strategy)
     self.is_first = self._workers is None or self._workers.index == 0
     with group_state.raising_on_all(self._workers, "creating backup_dir"):
       if self.is_first:
@@ -34,7 +34,7 @@ class BackupFiles:
     if self._workers is not None:
       self._check_shared(self._workers)
 
-  def _check_shared(self, workers: agreement.Workers) -> None:
+  def _check_shared(self, workers: workers_lib.Workers) -> None:
     """Raises an error on all workers unless all see a file of the first one."""
     topic = "checking backup_dir"
     with group_state.raising_on_all(workers, topic) as outcomes:
@@ -88,7 +88,7 @@ class BackupFiles:
     """Deletes all backups, when `fit` ends."""
     # Wait for all workers. If one of them is lost before this point, the
     # backups are still needed to resume.
-    agreement.compare_workers(self._workers, "the end of fit")
+    workers_lib.compare_workers(self._workers, "the end of fit")
     if self.is_first:
       for path in self._backups():
         archive.delete(path)

@@ -9,9 +9,9 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
-from tf_cross_shard._src.core.workers import agreement, errors
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 
@@ -140,7 +140,7 @@ class Checks:
     config = self._settings.to_config()
     del config["name"]
     config["group_assignment"] = self._engine.groups.to_lists()
-    return agreement.setting_lines(**config)
+    return workers_lib.setting_lines(**config)
 
   def _find_configuration_error(self) -> str:
     """Returns why the groups or the workers do not fit the strategy, or ""."""
@@ -168,8 +168,10 @@ class Checks:
     # TensorFlow would try to read an empty string.
     if not is_one_of_many and os.environ.get("TF_CONFIG"):
       resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-      with errors.naming_tf_config():
-        tasks = [task[:2] for task in agreement.tasks(resolver.cluster_spec())]
+      with workers_lib.naming_tf_config():
+        tasks = [
+          task[:2] for task in workers_lib.tasks(resolver.cluster_spec())
+        ]
       # A task that only evaluates is not among the tasks that train.
       is_here = (resolver.task_type, resolver.task_id) in tasks
       if is_here and len(tasks) > 1:

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import reduce
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.keras_types import Variable
-from tf_cross_shard._src.core.workers import agreement, errors
 
 Array = np.ndarray[Any, Any]
 
@@ -75,7 +75,7 @@ class Copies:
   def __init__(self, strategy: tf.distribute.Strategy) -> None:
     check_between_steps()
     self.engine = reduce.for_strategy(strategy)
-    self.workers = agreement.of_strategy(strategy)
+    self.workers = workers_lib.of_strategy(strategy)
 
   @property
   def is_first(self) -> bool:
@@ -84,7 +84,7 @@ class Copies:
 
   def compare_workers(self, topic: str, lines: Sequence[str] = ()) -> None:
     """Raises an error unless all workers call this with equal `lines`."""
-    agreement.compare_workers(self.workers, topic, lines)
+    workers_lib.compare_workers(self.workers, topic, lines)
 
   def here(
     self, variable: Variable, places: Iterable[int] | None = None
@@ -162,7 +162,7 @@ class Copies:
         [first, *_] = engine.strategy.experimental_local_results(joined)
         chunks.append(first.numpy().reshape([engine.num_replicas, -1]))
       except tf.errors.OpError as error:
-        raise errors.from_message(str(error.message)) or error from error
+        raise workers_lib.from_message(str(error.message)) or error from error
     return [_from_words(row, here[0]) for row in np.concatenate(chunks, axis=1)]
 
   def _copies(self, variable: Variable) -> Sequence[Any]:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.fit import (
   evaluation_data,
@@ -43,7 +43,7 @@ class PlainEvaluator:
     self, model: Any, key: str, one_batch: bool = False
   ) -> dict[str, Any]:
     """Returns the metrics of a model, under the name of one of n models."""
-    workers = agreement.of_strategy(self._strategy)
+    workers = workers_lib.of_strategy(self._strategy)
     metrics: dict[str, Any] = {}
     if workers is None or workers.index == 0:
       with variables_lib.outside_of_strategies():
@@ -53,7 +53,7 @@ class PlainEvaluator:
       metrics = {n: per_model_evaluation.as_value(v) for n, v in flat.items()}
     if workers is not None:
       text = json.dumps({n: np.asarray(v).tolist() for n, v in metrics.items()})
-      [text, *_] = agreement.exchange(
+      [text, *_] = workers_lib.exchange(
         workers, f"evaluating {key}", text, workers.step_timeout
       )
       received = json.loads(text).items()

@@ -19,10 +19,10 @@ from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
-from tf_cross_shard._src.core.workers import agreement
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import group_state
@@ -293,7 +293,7 @@ class OuterOptimizer(per_model_callback.PerModelCallback):
         " tf.keras.Input, or call it on a batch."
       )
     outer = _make_outer_optimizer(trained_by, self._given, self._wire_dtype)
-    settings = agreement.setting_lines(
+    settings = workers_lib.setting_lines(
       every=self._every,
       warmup=self._warmup,
       wire_dtype=self._wire_dtype,

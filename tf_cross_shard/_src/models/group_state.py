@@ -17,7 +17,7 @@ from etils import epath
 from tf_cross_shard._src.core import optimizer_state
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.workers import agreement, errors
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.models import archive, tracked
@@ -27,8 +27,8 @@ FORMAT: Final = "tf_cross_shard.Models"
 Values: TypeAlias = dict[str, list[archive.Array]]
 # After these errors, the workers can no longer exchange messages.
 _LOST: Final = (
-  errors.MissingWorkerError,
-  errors.WorkerLostError,
+  workers_lib.MissingWorkerError,
+  workers_lib.WorkerLostError,
   tf.errors.OpError,
 )
 # The speed, in bytes per second, of the slowest disk for which workers wait
@@ -124,7 +124,7 @@ class GroupState:
 
   def compare_workers(self, topic: str) -> None:
     """Raises an error on all workers unless all of them call this alike."""
-    lines = agreement.setting_lines(group_assignment=self.groups.to_lists())
+    lines = workers_lib.setting_lines(group_assignment=self.groups.to_lists())
     lines += [f"{entry.key}: {entry.kind}" for entry in self.entries]
     self.copies.compare_workers(topic, lines)
 
@@ -261,7 +261,7 @@ class GroupState:
 
 @contextlib.contextmanager
 def raising_on_all(
-  workers: agreement.Workers | None, topic: str, nbytes: int = 0
+  workers: workers_lib.Workers | None, topic: str, nbytes: int = 0
 ) -> Iterator[list[dict[str, Any]]]:
   """Raises an error of one worker on all, which would wait for it forever."""
   # This worker puts JSON values into it; at the end, it has those of each.
@@ -278,7 +278,7 @@ def raising_on_all(
   words = error and str(getattr(error, "strerror", None) or error)
   number = getattr(error, "errno", None)
   text = json.dumps({"error": words, "errno": number, **outcomes[0]})
-  texts = agreement.exchange(workers, topic, text, nbytes / _SLOWEST)
+  texts = workers_lib.exchange(workers, topic, text, nbytes / _SLOWEST)
   if error is not None:
     raise error
   outcomes[:] = map(json.loads, texts)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import tensorflow as tf
 from absl import logging
 
-from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core import workers as workers_lib
 
 
 def even(
@@ -64,10 +64,10 @@ def even(
   if length == tf.data.UNKNOWN_CARDINALITY:
     length = int(dataset.reduce(tf.constant(0, tf.int64), lambda n, _: n + 1))
   # Every worker learns the mode and the length of every other worker.
-  workers = agreement.of_strategy(strategy)
+  workers = workers_lib.of_strategy(strategy)
   texts = [f"{mode} {length}"]
   if workers is not None:
-    texts = agreement.exchange(workers, "even()", texts[0])
+    texts = workers_lib.exchange(workers, "even()", texts[0])
   modes, counts = zip(*(text.split() for text in texts), strict=True)
   if len(set(modes)) > 1:
     raise ValueError(f"`mode` must be the same on all workers; got {modes}.")

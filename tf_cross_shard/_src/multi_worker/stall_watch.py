@@ -25,7 +25,7 @@ import tensorflow as tf
 from absl import logging
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core.workers import agreement, errors, key_value_store
+from tf_cross_shard._src.core import workers as workers_lib
 
 # The longest time between two looks at the counters, in seconds.
 _INTERVAL: Final = 10.0
@@ -41,7 +41,7 @@ _Result = TypeVar("_Result")
 class StallWatch:
   """Counts the collectives of this process, and ends those that stall."""
 
-  def __init__(self, workers: agreement.Workers) -> None:
+  def __init__(self, workers: workers_lib.Workers) -> None:
     self._workers = workers
     self._key = f"stall/{next(_series)}"
     # Variables, so that a step counts without Python.
@@ -83,14 +83,14 @@ class StallWatch:
     workers = self._workers
     key = f"{self._key}/{alarm}"
     waits, seconds = self.look()
-    if key_value_store.read(key) is None:
+    if workers_lib.get(key) is None:
       if not waits or seconds < workers.step_timeout:
         return None
-      key_value_store.put_if_missing(key, "")
+      workers_lib.put(key, "")
     main = threading.main_thread().ident or 0
     # The stack of the main thread, the innermost line last.
     stack = traceback.extract_stack(sys._current_frames().get(main))  # noqa: SLF001
-    key_value_store.put_if_missing(
+    workers_lib.put(
       f"{key}/{workers.index}", json.dumps([waits, seconds, _line(stack[-1])])
     )
     # Workers do not look at the same moment. A worker that trains in a
@@ -99,7 +99,7 @@ class StallWatch:
     deadline = time.monotonic() + self._interval + _SLACK
     stuck = []
     for index, name in enumerate(workers.names):
-      answer = key_value_store.wait(f"{key}/{index}", deadline)
+      answer = workers_lib.get(f"{key}/{index}", deadline - time.monotonic())
       if answer is None:
         stuck.append(f"{name}, which does not answer")
         continue
@@ -125,15 +125,15 @@ class StallWatch:
     cause = " and for ".join(stuck) or (
       "the other workers, which wait for different collectives"
     )
-    error = errors.MissingWorkerError(
+    error = workers_lib.MissingWorkerError(
       f"{workers.own_name} has waited {workers.step_timeout:g} s in a step"
       f" (collective {self._counts[0]} of this process) for {cause}. Read the"
-      f" log of that worker; if it is only slow, set {agreement.STEP_VARIABLE}"
-      f" to more than {workers.step_timeout:g} seconds."
+      " log of that worker"
+      f"{workers_lib.if_slow('step_timeout', workers.step_timeout)}"
     )
     logging.error("%s %s", error, at)
     context.context().abort_collective_ops(
-      tf.errors.DEADLINE_EXCEEDED, errors.to_message(error)
+      tf.errors.DEADLINE_EXCEEDED, workers_lib.to_message(error)
     )
 
 

@@ -22,13 +22,11 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from tf_cross_shard._src.core.workers import agreement, errors, key_value_store
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.multi_worker import stall_watch
 
 # Seconds that TensorFlow adds to the time limit for registering.
 _SLACK: Final = 5.0
-# Seconds in which the first worker still tells the others of an error.
-_PAUSE: Final = 1.0
 _ADDRESS: Final = re.compile(r".+:\d{1,5}")
 
 
@@ -77,10 +75,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
       MissingWorkerError: If a worker does not start in time.
       DisagreementError: If workers have different versions of libraries.
     """
-    self.timeout = timeout
-    self.timeout = agreement.timeout_of(self)
-    self.step_timeout = step_timeout
-    self.step_timeout = agreement.step_timeout_of(self)
+    self.timeout = workers_lib.time_limit("timeout", timeout)
+    self.step_timeout = workers_lib.time_limit("step_timeout", step_timeout)
     if cluster_resolver is None:
       check_tf_config(os.environ.get("TF_CONFIG"))
       cluster_resolver = (
@@ -97,8 +93,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
           " TensorFlow. Create it at the start of the program; in a notebook,"
           " restart the kernel first."
         ) from error
-    self._workers = agreement.of_strategy(self)
-    agreement.compare_workers(self._workers, "the start")
+    self._workers = workers_lib.of_strategy(self)
+    workers_lib.compare_workers(self._workers, "the start")
     # `collective_ops` runs the collectives of optimizers by it, too.
     self.run_watched: Any = None
     if self._workers is not None:
@@ -178,26 +174,21 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     try:
       return self.run_watched([], lambda: make(**kwargs))
     except tf.errors.OpError as error:
-      cause = errors.from_message(str(error.message))
+      cause = workers_lib.from_message(str(error.message))
       if cause is None:
         raise
-      is_known = errors.is_reported(str(error.message))
-      if isinstance(cause, errors.DisagreementError) and not is_known:
-        cause = errors.DisagreementError(
+      is_reported = " was creating " in str(cause)
+      if isinstance(cause, workers_lib.DisagreementError) and not is_reported:
+        cause = workers_lib.DisagreementError(
           f"{cause} {workers.own_name} was creating the variable {name}."
         )
-        key_value_store.tell(workers.index, cause)
-        key_value_store.abort(cause)
-        if workers.index == 0:
-          # TensorFlow tells the other workers from this process. If it ends too
-          # early, they only see that this worker is lost.
-          time.sleep(_PAUSE)
+        workers_lib.abort(cause)
       raise cause from error
 
 
 def check_tf_config(text: str | None) -> None:
   """Raises `ValueError` for a TF_CONFIG with which TensorFlow would hang."""
-  with errors.naming_tf_config():
+  with workers_lib.naming_tf_config():
     config = json.loads(text or "{}")
     if not config.get("cluster"):
       return  # To TensorFlow, this is a single worker.
@@ -219,7 +210,7 @@ def check_tf_config(text: str | None) -> None:
 @contextlib.contextmanager
 def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
   """Limits the wait for workers in the constructor of TensorFlow's strategy."""
-  tasks = agreement.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
+  tasks = workers_lib.tasks(resolver.cluster_spec() or tf.train.ClusterSpec({}))
   job_and_index = (resolver.task_type, int(resolver.task_id or 0))
   mine = [task for task in tasks if task[:2] == job_and_index]
   if len(tasks) < 2 or not mine:
@@ -259,8 +250,8 @@ def _limited_wait(resolver: Any, timeout: float) -> Iterator[None]:
 
 
 def _silent_tasks(
-  tasks: Sequence[agreement.Task], deadline: float
-) -> Sequence[agreement.Task]:
+  tasks: Sequence[workers_lib.Task], deadline: float
+) -> Sequence[workers_lib.Task]:
   """Returns the tasks that accept no connection before the deadline."""
   while True:
     silent = []
@@ -277,11 +268,11 @@ def _silent_tasks(
 
 
 def _missing(
-  waiting: agreement.Task, missing: Sequence[agreement.Task], timeout: float
-) -> errors.MissingWorkerError:
-  me, *names = map(agreement.name, (waiting, *missing))
-  return errors.MissingWorkerError(
+  waiting: workers_lib.Task, missing: Sequence[workers_lib.Task], timeout: float
+) -> workers_lib.MissingWorkerError:
+  me, *names = map(workers_lib.name, (waiting, *missing))
+  return workers_lib.MissingWorkerError(
     f"{me} waited {timeout:g} s for {', '.join(names)} to start. Read its"
     " log, start all workers with the same TF_CONFIG, and make sure that they"
-    f" can reach each other{agreement.if_slow(timeout)}"
+    f" can reach each other{workers_lib.if_slow('timeout', timeout)}"
   )

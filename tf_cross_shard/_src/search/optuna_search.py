@@ -17,7 +17,7 @@ import numpy as np
 from absl import logging
 
 from tf_cross_shard._src.core import optimizer_state
-from tf_cross_shard._src.core.workers import agreement
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import (
@@ -167,7 +167,7 @@ class OptunaSearch(per_model_callback.PerModelMonitor):
     """Checks the other callbacks, and notes the state of all models."""
     super().on_train_begin(logs)
     strategy = self.model.distribute_strategy
-    if agreement.of_strategy(strategy) is not None:
+    if workers_lib.of_strategy(strategy) is not None:
       raise NotImplementedError(
         f"OptunaSearch does not work under {type(strategy).__name__}, whose"
         " workers train together. Start one process on each machine with a"

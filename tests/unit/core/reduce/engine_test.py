@@ -97,8 +97,8 @@ def test_workers_compare_variables_and_gradients_once() -> None:
   lines = mock.Mock(return_value=["reduction: mean"])
   variables = [tf.Variable(1.0)]
   with (
-    mock.patch.object(multi_worker.agreement, "of_strategy"),
-    mock.patch.object(multi_worker.agreement, "compare_workers") as compare,
+    mock.patch.object(multi_worker.workers_lib, "of_strategy"),
+    mock.patch.object(multi_worker.workers_lib, "compare_workers") as compare,
   ):
     engine = multi_worker.MultiWorker(strategy, groups_lib.singletons(1))
     for grad in (None, None, tf.constant(1.0), None):

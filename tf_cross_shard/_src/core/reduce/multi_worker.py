@@ -12,6 +12,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import groups as groups_lib
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.gradients import compression
 from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import (
@@ -19,7 +20,6 @@ from tf_cross_shard._src.core.reduce import (
   engine,
   isolation,
 )
-from tf_cross_shard._src.core.workers import agreement
 
 # With 50 MB of gradients, buckets of 8 MiB on four chains need 0.84 of Keras'
 # time. Buckets of 2 to 16 MiB on two chains or more are as fast. One chain
@@ -48,7 +48,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
       strategy,
       # Leave out the addresses: a worker may know itself by a different address
       # than the other workers do.
-      identity=repr([task[:2] for task in agreement.tasks(cluster)]),
+      identity=repr([task[:2] for task in workers_lib.tasks(cluster)]),
       # GPUs may start the kernels of two chains in different orders, and then
       # wait for each other forever.
       chains=_CHAINS if self._on_cpus else 1,
@@ -56,7 +56,7 @@ class MultiWorker(collective_ops.CollectiveEngine):
       hint=hint,
     )
     self.method = f"CollectiveReduceV2 ({hint})"
-    self._workers = agreement.of_strategy(strategy)
+    self._workers = workers_lib.of_strategy(strategy)
     # What was compared. The variables are kept, so that no other variable gets
     # the id of one of them.
     self._agreed: dict[tuple[Any, ...], Sequence[Any]] = {}
@@ -117,15 +117,15 @@ class MultiWorker(collective_ops.CollectiveEngine):
   ) -> None:
     if self._workers is None:
       return
-    gradient_lines = agreement.gradient_lines(grads)
+    gradient_lines = workers_lib.gradient_lines(grads)
     key = (topic, *map(id, variables), *gradient_lines)
     with self._lock:  # All replicas of this process call this method.
       if key in self._agreed:
         return
-      variable_lines = agreement.variable_lines(variables)
+      variable_lines = workers_lib.variable_lines(variables)
       with tf.init_scope():
         all_lines = [*lines(), *variable_lines, *gradient_lines]
-        agreement.compare_workers(self._workers, topic, all_lines)
+        workers_lib.compare_workers(self._workers, topic, all_lines)
       self._agreed[key] = variables
 
   def after_all_sums(self, sums: Sequence[Any]) -> Any:

@@ -1,13 +1,90 @@
-"""Tests how TensorFlow's errors about workers are translated."""
+"""Tests the lines that workers compare, and errors about workers.
+
+multi_worker_errors_test.py has real workers that compare lines and are lost.
+"""
+
+from typing import Any
 
 import pytest
 import tensorflow as tf
 
+from tf_cross_shard._src.core import variables as variables_lib
+from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard.multi_worker import (
   DisagreementError,
   WorkerLostError,
   naming_lost_workers,
 )
+
+
+def _dense(name: str, units: int = 2) -> list[Any]:
+  layer = tf.keras.layers.Dense(units, name=name)
+  layer.build((None, 3))
+  return list(layer.trainable_variables)
+
+
+@pytest.mark.parametrize(
+  "names", [("dense", "dense_1"), ("dense_6", "dense_9")]
+)
+def test_variable_lines_ignore_automatic_layer_numbers(
+  names: tuple[str, str],
+) -> None:
+  """The order of layers still matters."""
+  first, second = _dense(names[0]), _dense(names[1], units=5)
+  lines = workers_lib.variable_lines([*first, *second])
+  assert lines == [
+    "variable 0: dense/kernel float32 [3, 2]",
+    "variable 1: dense/bias float32 [2]",
+    "variable 2: dense_1/kernel float32 [3, 5]",
+    "variable 3: dense_1/bias float32 [5]",
+    "variables: 4",
+  ]
+  assert lines != workers_lib.variable_lines([*second, *first])
+
+
+def test_variables_of_keras_and_tensorflow_have_the_same_lines() -> None:
+  mine = tf.Variable(tf.zeros([2, 1]), name="weight")
+  keras = tf.keras.Variable(tf.zeros([2, 1]), name="weight")
+  assert workers_lib.variable_lines([mine]) == workers_lib.variable_lines(
+    [keras]
+  )
+
+
+def test_only_automatic_names_are_renumbered() -> None:
+  """Names that Keras derived from a class are renumbered, in both spellings."""
+  for name, expected in (
+    ("head_5/dense_3/kernel", "head_5/dense/kernel"),
+    ("batch_normalization_4/gamma", "batch_normalization/gamma"),
+    (
+      "bidirectional_2/forward_lstm_7/kernel",
+      "bidirectional/forward_lstm/kernel",
+    ),
+    (
+      "seed_generator_9/seed_generator_state",
+      "seed_generator/seed_generator_state",
+    ),
+    ("adam_2/iteration", "adam/iteration"),
+    ("variable_8", "variable"),
+    ("block_2_1/w", "block_2_1/w"),
+  ):
+    assert variables_lib.renumbered([name]) == [expected]
+
+
+def test_gradients_show_their_kind_and_no_shape() -> None:
+  """The number of rows may differ; the variables' shapes are compared."""
+  for rows in (1, 2):
+    values = tf.zeros([rows, 2], tf.bfloat16)
+    sparse = tf.IndexedSlices(values, tf.range(rows))
+    grads = [tf.ones([1]), None, sparse, tf.ones([1], tf.float64)]
+    assert workers_lib.gradient_lines(grads) == [
+      "gradient 0: float32",
+      "gradient 1: None",
+      "gradient 2: bfloat16 rows",
+      "gradient 3: float64",
+    ]
+
+
+# --------------------------------------------------------------------- errors
 
 _UNAVAILABLE = tf.errors.UnavailableError
 # The first two as TensorFlow 2.21 wrote them when a worker was killed.
@@ -100,3 +177,31 @@ def test_other_errors_are_unchanged(error: BaseException) -> None:
     with naming_lost_workers():
       raise error
   assert caught.value is error
+
+
+# -------------------------------------------------------------------- waiting
+
+
+class _StoppedStore:
+  """TensorFlow's client of a store whose process was stopped (SIGSTOP)."""
+
+  def __init__(self) -> None:
+    self.written = 0
+
+  def set_config_key_value(self, key: str, value: str) -> None:
+    self.written += 1
+
+  def get_config_key_value(self, key: str, milliseconds: int) -> str:
+    raise tf.errors.DeadlineExceededError(None, None, key)
+
+
+def test_a_first_worker_that_does_not_answer_is_lost(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """A second write would never return."""
+  store = _StoppedStore()
+  monkeypatch.setattr(workers_lib.context, "context", lambda: store)
+  workers = workers_lib.Workers(("chief 0", "worker 0"), 1, timeout=0.1)
+  with pytest.raises(WorkerLostError, match=r"^chief 0 was lost: it "):
+    workers_lib.exchange(workers, "a test", "text")
+  assert store.written == 1

@@ -1,1 +1,0 @@
-"""Makes sure that several workers run the same program in the same way."""
