@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard.multi_worker import (
   DisagreementError,
@@ -35,8 +34,8 @@ def test_variable_lines_ignore_automatic_layer_numbers(
   assert lines == [
     "variable 0: dense/kernel float32 [3, 2]",
     "variable 1: dense/bias float32 [2]",
-    "variable 2: dense_1/kernel float32 [3, 5]",
-    "variable 3: dense_1/bias float32 [5]",
+    "variable 2: dense/kernel float32 [3, 5]",
+    "variable 3: dense/bias float32 [5]",
     "variables: 4",
   ]
   assert lines != workers_lib.variable_lines([*second, *first])
@@ -48,26 +47,6 @@ def test_variables_of_keras_and_tensorflow_have_the_same_lines() -> None:
   assert workers_lib.variable_lines([mine]) == workers_lib.variable_lines(
     [keras]
   )
-
-
-def test_only_automatic_names_are_renumbered() -> None:
-  """Names that Keras derived from a class are renumbered, in both spellings."""
-  for name, expected in (
-    ("head_5/dense_3/kernel", "head_5/dense/kernel"),
-    ("batch_normalization_4/gamma", "batch_normalization/gamma"),
-    (
-      "bidirectional_2/forward_lstm_7/kernel",
-      "bidirectional/forward_lstm/kernel",
-    ),
-    (
-      "seed_generator_9/seed_generator_state",
-      "seed_generator/seed_generator_state",
-    ),
-    ("adam_2/iteration", "adam/iteration"),
-    ("variable_8", "variable"),
-    ("block_2_1/w", "block_2_1/w"),
-  ):
-    assert variables_lib.renumbered([name]) == [expected]
 
 
 def test_gradients_show_their_kind_and_no_shape() -> None:

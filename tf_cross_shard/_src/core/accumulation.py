@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.variables import Gradient, Variable
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 

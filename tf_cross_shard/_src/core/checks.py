@@ -10,8 +10,8 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import single_program, validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import workers as workers_lib
-from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.variables import Gradient, Variable
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 

@@ -16,8 +16,8 @@ from tf_cross_shard._src.core import settings as settings_lib
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.update import sharded
+from tf_cross_shard._src.core.variables import Variable
 from tf_cross_shard._src.core.wrapped import fused, kernels
 
 _Row = dict[str, Any]  # `CrossShardOptimizer.describe` documents the keys.

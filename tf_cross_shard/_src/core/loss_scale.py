@@ -8,7 +8,7 @@ import contextlib
 import functools
 from typing import Any
 
-from tf_cross_shard._src.core.keras_types import Optimizer
+from tf_cross_shard._src.core.variables import Optimizer
 from tf_cross_shard._src.core.wrapped import keras_private, nested, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

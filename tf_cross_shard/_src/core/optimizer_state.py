@@ -8,8 +8,8 @@ learning rate and the loss scale.
 from tf_cross_shard._src.core import pipeline as pipeline_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import warnings as warnings_lib
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.per_model import schedule as per_model_lib
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import keras_private, nested
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

@@ -33,13 +33,13 @@ from tf_cross_shard._src.core.gradients import (
   differentiate,
   row_sparse,
 )
-from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.per_model import settings as per_model_lib
 from tf_cross_shard._src.core.per_model import variable as per_model_numbers
 from tf_cross_shard._src.core.reduce import engine as engine_lib
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.update import nonfinite, replicated, sharded
 from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.variables import Gradient, Variable
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 

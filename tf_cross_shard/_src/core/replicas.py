@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import reduce
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import workers as workers_lib
-from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.variables import Variable
 
 Array = np.ndarray[Any, Any]
 

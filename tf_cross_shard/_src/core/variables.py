@@ -8,15 +8,15 @@ Optimizers know one of the first two; tapes and graphs report one of the others.
 import contextlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tf_cross_shard._src.core.keras_types import Variable
-
-# A name, and the number at its end if there is one.
-_NUMBERED: Final = re.compile(r"(.*?)(?:_(\d+))?")
+# What TensorFlow and Keras create; the classes have no types.
+Variable: TypeAlias = Any  # A `tf.Variable` or a `keras.Variable`.
+Optimizer: TypeAlias = Any  # Of Keras 3 or tf_keras.
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 
 def is_variable(value: object) -> bool:
@@ -79,56 +79,10 @@ def unique(names: Sequence[str]) -> list[str]:
   return numbered
 
 
-def renumbered(names: Sequence[str]) -> list[str]:
-  """Renumbers the names that Keras generated, from 0 in their order."""
-  # Keras numbers a layer by how many of its class the program has created. The
-  # numbers differ between workers, for example if only the chief has a second
-  # model for evaluation, but not their order. The user's names are kept.
-  automatic = _automatic_names()
-  numbers: dict[str, set[int]] = {}
-  for name in names:
-    for base, number in _split(name, automatic):
-      numbers.setdefault(base, set()).add(number)
-  # dense_7 and dense_9 become dense and dense_1.
-  ranks = {
-    base: {number: rank for rank, number in enumerate(sorted(found))}
-    for base, found in numbers.items()
-  }
-  return [
-    "/".join(
-      f"{base}_{ranks[base][number]}" if ranks[base][number] else base
-      for base, number in _split(name, automatic)
-    )
-    for name in names
-  ]
-
-
-def _split(name: str, automatic: Set[str]) -> Iterator[tuple[str, int]]:
-  """Yields each part of a name with its number from Keras, or with 0."""
-  for part in name.split("/"):
-    match = _NUMBERED.fullmatch(part)
-    assert match is not None  # The expression matches any line.
-    # Keras' Bidirectional puts these words before the name of a layer.
-    kind = match[1].removeprefix("forward_").removeprefix("backward_")
-    if match[2] and kind.replace("_", "").lower() in automatic:
-      yield match[1], int(match[2])
-    else:
-      yield part, 0
-
-
-def _automatic_names() -> set[str]:
-  """Returns the names that Keras generates, without "_" and numbers."""
-  found = {"variable", "seedgenerator"}
-  kinds: list[type[Any]] = []
-  for package in ("keras", "tf_keras"):
-    keras = sys.modules.get(package)
-    if keras is not None:
-      kinds += [keras.layers.Layer, keras.optimizers.Optimizer]
-  while kinds:
-    kind = kinds.pop()
-    found.add(kind.__name__.replace("_", "").lower())
-    kinds += type.__subclasses__(kind)
-  return found
+def without_numbers(name: str) -> str:
+  """Returns a name without the numbers of Keras, such as `dense/kernel`."""
+  # Keras numbers a layer by how many of its class the program has created.
+  return re.sub(r"_?\d+", "", name)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from absl import logging
 from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.variables import Variable
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

@@ -25,7 +25,7 @@ from tensorflow.python.eager import context
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import versions
-from tf_cross_shard._src.core.keras_types import Gradient
+from tf_cross_shard._src.core.variables import Gradient
 
 # How many seconds a worker waits for others by default. Tracing and compiling
 # the first step, or evaluating on one worker, may take minutes. PyTorch's
@@ -288,13 +288,15 @@ def setting_lines(**values: object) -> list[str]:
 
 def variable_lines(trained: Iterable[Any]) -> list[str]:
   """Returns the names, dtypes and shapes of variables as lines."""
-  trained = list(trained)
-  names = variables_lib.renumbered(list(map(variables_lib.path_of, trained)))
-  lines = [
-    f"variable {i}: {names[i]} {tf.as_dtype(v.dtype).name} {list(v.shape)}"
-    for i, v in enumerate(trained)
+  names_and_variables = [
+    (variables_lib.without_numbers(variables_lib.path_of(v)), v)
+    for v in trained
   ]
-  return [*lines, f"variables: {len(trained)}"]
+  lines = [
+    f"variable {i}: {name} {tf.as_dtype(v.dtype).name} {list(v.shape)}"
+    for i, (name, v) in enumerate(names_and_variables)
+  ]
+  return [*lines, f"variables: {len(lines)}"]
 
 
 def gradient_lines(grads: Sequence[Gradient]) -> list[str]:

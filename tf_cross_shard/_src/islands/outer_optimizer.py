@@ -21,8 +21,8 @@ from tf_cross_shard._src.core import replicas as replicas_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.optimizer import CrossShardOptimizer
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.fit import keras_fit, per_model_callback
 from tf_cross_shard._src.models import group_state

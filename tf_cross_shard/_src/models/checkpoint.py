@@ -8,7 +8,6 @@ leaves the program unchanged.
 """
 
 import collections
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +18,7 @@ from etils import epath
 
 from tf_cross_shard._src.core import optimizer_state, single_program, validation
 from tf_cross_shard._src.core import replicas as replicas_lib
+from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.models import (
@@ -235,7 +235,7 @@ def _check_names(
 
 def _kind(name: str) -> str:
   """Returns the end of a variable's name, without the numbers of Keras."""
-  return re.sub(r"_?\d+", "", name.rpartition("/")[2])
+  return variables_lib.without_numbers(name.rpartition("/")[2])
 
 
 def plan(

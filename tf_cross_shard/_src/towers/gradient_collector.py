@@ -22,7 +22,7 @@ from absl import logging
 from tf_cross_shard._src.core import loss_factor, single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.keras_types import Gradient
+from tf_cross_shard._src.core.variables import Gradient
 from tf_cross_shard._src.towers import shared_variables
 
 # Applies gradients to variables as the optimizer does; returns the step count.

@@ -6,7 +6,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.keras_types import Gradient
+from tf_cross_shard._src.core.variables import Gradient
 
 # By precedence: an optimizer uses only the first limit that is set.
 LIMITS: Final = ("clipnorm", "global_clipnorm", "clipvalue")

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tf_cross_shard._src.core import validation
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.variables import Variable
 
 GATE_NONE = 0
 GATE_OP = 1

@@ -9,7 +9,7 @@ from typing import Any, Final
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.variables import Variable
 
 # The attribute of a `tf.unique` whose positions only tell which rows to add up.
 # VectorizedStrategy, whose tensors have static shapes, converts it without

@@ -13,9 +13,9 @@ from tf_cross_shard._src.core import (
   validation,
 )
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.per_model import variable as variable_lib
 from tf_cross_shard._src.core.reduce import isolation
+from tf_cross_shard._src.core.variables import Optimizer
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import settings as settings_lib
-from tf_cross_shard._src.core.keras_types import Optimizer
 from tf_cross_shard._src.core.per_model import variable as variable_lib
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.variables import Optimizer
 from tf_cross_shard._src.core.wrapped import overriding
 
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import packing
-from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import isolation
 from tf_cross_shard._src.core.reduce import layout as layouts
+from tf_cross_shard._src.core.variables import Gradient, Variable
 
 
 class Engine(abc.ABC):

@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import compression, packing, row_sparse
-from tf_cross_shard._src.core.keras_types import Gradient
 from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.reduce import layout as layouts
+from tf_cross_shard._src.core.variables import Gradient
 
 
 class GradientReducer:

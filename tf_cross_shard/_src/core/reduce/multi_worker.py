@@ -14,12 +14,12 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import workers as workers_lib
 from tf_cross_shard._src.core.gradients import compression
-from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import (
   collective_ops,
   engine,
   isolation,
 )
+from tf_cross_shard._src.core.variables import Gradient, Variable
 
 # With 50 MB of gradients, buckets of 8 MiB on four chains need 0.84 of Keras'
 # time. Buckets of 2 to 16 MiB on two chains or more are as fast. One chain

@@ -15,8 +15,8 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Variable
 from tf_cross_shard._src.core.reduce import engine, isolation
+from tf_cross_shard._src.core.variables import Variable
 
 # The dtypes that CrossReplicaSum supports.
 DTYPES: Final = (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import clipping
-from tf_cross_shard._src.core.keras_types import Gradient
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.variables import Gradient
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import clipping
-from tf_cross_shard._src.core.keras_types import Gradient, Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.variables import Gradient, Variable
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
 

@@ -24,8 +24,8 @@ from absl import logging
 
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.keras_types import Gradient, Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engine_lib
+from tf_cross_shard._src.core.variables import Gradient, Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import (
   fused,
   keras_classes,

@@ -21,9 +21,9 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
 from tf_cross_shard._src.core.reduce import engine as engines
 from tf_cross_shard._src.core.update import whole_slots
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

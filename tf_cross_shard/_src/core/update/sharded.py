@@ -35,7 +35,6 @@ from tf_cross_shard._src.core.gradients import (
   packing,
   row_sparse,
 )
-from tf_cross_shard._src.core.keras_types import Gradient, Optimizer, Variable
 from tf_cross_shard._src.core.reduce import gradient_reducer
 from tf_cross_shard._src.core.reduce import layout as layouts
 from tf_cross_shard._src.core.update import (
@@ -44,6 +43,7 @@ from tf_cross_shard._src.core.update import (
   saved_state,
 )
 from tf_cross_shard._src.core.update import rows as rows_lib
+from tf_cross_shard._src.core.variables import Gradient, Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import keras_classes, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import kernels
 
 # The numbers of elements for which the parts are never much slower than the

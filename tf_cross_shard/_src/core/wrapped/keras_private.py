@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import overriding
 
 KERASES: Final = ("keras", "tf_keras")

@@ -12,7 +12,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core.gradients import row_sparse
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 
 
 @dataclasses.dataclass(frozen=True)

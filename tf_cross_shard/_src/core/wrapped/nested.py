@@ -8,7 +8,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import groups as groups_lib
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Optimizer, Variable
+from tf_cross_shard._src.core.variables import Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import keras_private
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 

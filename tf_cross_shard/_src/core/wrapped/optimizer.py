@@ -15,7 +15,7 @@ import tensorflow as tf
 from tf_cross_shard._src.core import single_program
 from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.gradients import clipping, row_sparse
-from tf_cross_shard._src.core.keras_types import Gradient, Optimizer, Variable
+from tf_cross_shard._src.core.variables import Gradient, Optimizer, Variable
 from tf_cross_shard._src.core.wrapped import (
   fused,
   keras_private,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import tensorflow as tf
 
 from tf_cross_shard._src.core import variables as variables_lib
-from tf_cross_shard._src.core.keras_types import Variable
+from tf_cross_shard._src.core.variables import Variable
 from tf_cross_shard._src.core.wrapped import keras_private, overriding
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 
