@@ -21,14 +21,49 @@ _Class = TypeVar("_Class", bound=type[Any])
 LIMITS: Final = clipping.LIMITS
 # What the user can assign. Steps that are traced afterwards use the new value.
 MUTABLE: Final = (*LIMITS, "per_model")
+# The docstrings of the optimizer's properties.
+_DOCS: Final = {
+  "reduction": '`"mean"` or `"sum"`.',
+  "group_assignment": (
+    "The groups as lists; None for one group of all replicas."
+  ),
+  "loss_averaged_over": (
+    '`"replica"`, `"global"`, or None to choose by the method you call.'
+  ),
+  "clipnorm": "Limit of the norm of each gradient, before the sum.",
+  "global_clipnorm": (
+    "Limit of the norm of all gradients together, before the sum."
+  ),
+  "clipvalue": "Limit of each element of a gradient, before the sum.",
+  "wire_dtype": (
+    "The dtype of gradients while they travel; None for exact sums."
+  ),
+  "skip_nonfinite": (
+    "Whether steps with a NaN or an infinity are skipped and counted."
+  ),
+  "scale_gradients": (
+    "Whether the loss factor multiplies gradients instead of the loss."
+  ),
+  "fused_update": (
+    "Whether kernels perform the update; None where there are any."
+  ),
+  "accumulate_steps": "How many calls make one step; None for one.",
+  "shard_update": (
+    "Whether each member of a group updates one part of the weights."
+  ),
+  "lazy_rows": (
+    "Whether row-sparse gradients update only the rows in the batch."
+  ),
+  "per_model": "A number for each group, by the name of a setting; or None.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """The arguments of a CrossShardOptimizer, without `opt`.
 
-  The optimizer's properties, the configuration and the comparison between
-  workers follow from the fields, which the constructor's docstring explains.
+  The configuration and the comparison between workers follow from the fields,
+  which the constructor's docstring explains.
   """
 
   reduction: str = loss_factor.MEAN
@@ -135,7 +170,7 @@ class Setting:
 
   def __init__(self, name: str) -> None:
     self._name = name
-    self.__doc__ = f"The argument `{name}` of the constructor."
+    self.__doc__ = _DOCS[name]
 
   def __get__(self, optimizer: Any, owner: Any = None) -> Any:
     """Returns the setting; None while the optimizer is being created."""
@@ -165,9 +200,8 @@ class Setting:
 
 def with_properties(cls: _Class) -> _Class:
   """Gives the optimizer's class a property for each setting except `name`."""
-  for field in dataclasses.fields(Settings):
-    if field.name != "name":
-      setattr(cls, field.name, Setting(field.name))
+  for name in _DOCS:
+    setattr(cls, name, Setting(name))
   return cls
 
 
