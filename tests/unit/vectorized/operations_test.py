@@ -405,10 +405,11 @@ def _gathers() -> dict[str, Case]:
       if depth == 2:
         for f in (tf.tensor_scatter_nd_add, tf.tensor_scatter_nd_max):
           cases[f"{f.__name__} {shape}"] = _case(f, x, places, updates)
-  cases["tensor_scatter_nd_update"] = _case(
-    tf.tensor_scatter_nd_update,
-    *(_numbers(3, 2), np.array([[2], [0]], "i4"), _numbers(2, 2)),
-  )
+  for dtype in ("i4", "i8"):
+    cases[f"tensor_scatter_nd_update {dtype}"] = _case(
+      tf.tensor_scatter_nd_update,
+      *(_numbers(3, 2), np.array([[2], [0]], dtype), _numbers(2, 2)),
+    )
   for f in (
     tf.math.unsorted_segment_sum,
     tf.math.unsorted_segment_max,

@@ -114,6 +114,8 @@ _RIGHT_ONLY_IF: Final[dict[str, Callable[[Call], bool]]] = {
   "Squeeze": lambda call: (
     bool(call.get_attr("squeeze_dims")) or vectorizer.num_models(call) > 1
   ),
+  # pfor joins the indices with a range of int32.
+  "TensorScatterUpdate": lambda call: call.op.inputs[1].dtype == tf.int32,
   **dict.fromkeys(
     ("ApproximateEqual", "ClipByValue", "PadV2", "Roll"), lambda call: False
   ),
