@@ -34,8 +34,8 @@ def test_variable_lines_ignore_automatic_layer_numbers(
   assert lines == [
     "variable 0: dense/kernel float32 [3, 2]",
     "variable 1: dense/bias float32 [2]",
-    "variable 2: dense/kernel float32 [3, 5]",
-    "variable 3: dense/bias float32 [5]",
+    "variable 2: dense_1/kernel float32 [3, 5]",
+    "variable 3: dense_1/bias float32 [5]",
     "variables: 4",
   ]
   assert lines != workers_lib.variable_lines([*second, *first])

@@ -474,6 +474,7 @@ def test_errors_change_nothing(library: str, tmp_path: pathlib.Path) -> None:
       getattr(Models(optimizer=optimizer), method)(0, [])
   assert state() == before
   for other, words in (
+    (_dense(home, "two", "one"), "but `model` has .*one/kernel"),
     (_dense(home, "one"), "`twin` has 2 variables, but `model` has 4"),
     (model, "`twin` has replicas"),
     (

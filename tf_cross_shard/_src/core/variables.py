@@ -6,10 +6,11 @@ Optimizers know one of the first two; tapes and graphs report one of the others.
 """
 
 import contextlib
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import tensorflow as tf
 
@@ -17,6 +18,10 @@ import tensorflow as tf
 Variable: TypeAlias = Any  # A `tf.Variable` or a `keras.Variable`.
 Optimizer: TypeAlias = Any  # Of Keras 3 or tf_keras.
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+
+
+# A part of a path, and the number at its end.
+_PART: Final = re.compile(r"([^/]+?)(?:_?(\d+))?(?=/|$)")
 
 
 def is_variable(value: object) -> bool:
@@ -79,10 +84,28 @@ def unique(names: Sequence[str]) -> list[str]:
   return numbered
 
 
-def without_numbers(name: str) -> str:
-  """Returns a name without the numbers of Keras, such as `dense/kernel`."""
-  # Keras numbers a layer by how many of its class the program has created.
-  return re.sub(r"_?\d+", "", name)
+def renumbered(names: Sequence[str]) -> list[str]:
+  """Returns the names with numbers that count those of equal parts from 0."""
+  # Keras numbers a layer by how many of its class the program has created:
+  # dense_7 and dense_9 become dense and dense_1.
+  numbers: dict[str, set[int]] = {}
+  for part, number in itertools.chain(*map(_PART.findall, names)):
+    numbers.setdefault(part, set()).add(int(number or 0))
+  ranks = {part: sorted(found).index for part, found in numbers.items()}
+
+  def renumber(match: re.Match[str]) -> str:
+    rank = ranks[match[1]](int(match[2] or 0))
+    return f"{match[1]}_{rank}" if rank else match[1]
+
+  return [_PART.sub(renumber, name) for name in names]
+
+
+def misplaced(names: Sequence[str], others: Sequence[str]) -> int | None:
+  """Returns the place of the first name that others have at another place."""
+  pairs = zip(*map(renumbered, (names, others)), strict=True)
+  known = set(renumbered(names))
+  places = (i for i, (a, b) in enumerate(pairs) if a != b and b in known)
+  return next(places, None)
 
 
 @contextlib.contextmanager

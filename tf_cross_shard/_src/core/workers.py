@@ -179,7 +179,8 @@ def exchange(
   first worker ── all texts, or an error ──▶ store ──▶ every worker
   """
   _register_end(workers)
-  key = f"round/{next(_rounds)}"
+  number = next(_rounds)
+  key = f"round/{number}"
   limit = workers.timeout + extra_timeout
   deadline = time.monotonic() + limit
   put(f"{key}/{workers.index}", text)
@@ -207,6 +208,8 @@ def exchange(
     outcome = get(f"{key}/outcome", _PAUSE)
   if outcome is None:
     raise lost(workers.names[0])
+  if workers.index == 0:  # All workers have read the outcome before this one.
+    context.context().delete_config_key_value(f"{_PREFIX}round/{number - 1}")
   answers, failure = json.loads(outcome)
   error = from_message(failure)
   if error is not None:
@@ -238,12 +241,15 @@ def _register_end(workers: Workers) -> None:
 
 def _wait(workers: Workers, key: str, deadline: float) -> str | None:
   """Waits for a value until the deadline, or until a worker is lost."""
-  ends: Any = False
-  # Wait in short intervals, so that Ctrl-C can end the wait.
-  while (value := get(key, 1.0)) is None and not ends:
+  loss: Exception | None = None
+  while True:
+    left = deadline - time.monotonic()
+    # Wait in short intervals, so that Ctrl-C can end the wait.
+    value = get(key, min(left, 1.0))
+    if value is not None or left <= 0 or loss is not None:
+      return value
     # Then read once more: the sender may have written just before it ended.
-    ends = time.monotonic() >= deadline or _loss(workers)
-  return value
+    loss = _loss(workers)
 
 
 def _loss(workers: Workers) -> Exception | None:
@@ -254,7 +260,8 @@ def _loss(workers: Workers) -> Exception | None:
     return None
   counts = collections.Counter(name.split()[0] for name in workers.names)
   states = context.context().get_task_states(list(counts.items()))
-  return next((from_message(state.message) for state in states if state), None)
+  causes = (from_message(state.message) for state in states if state)
+  return next(filter(None, causes), None)
 
 
 def put(key: str, value: str) -> None:
@@ -288,13 +295,11 @@ def setting_lines(**values: object) -> list[str]:
 
 def variable_lines(trained: Iterable[Any]) -> list[str]:
   """Returns the names, dtypes and shapes of variables as lines."""
-  names_and_variables = [
-    (variables_lib.without_numbers(variables_lib.path_of(v)), v)
-    for v in trained
-  ]
+  trained = list(trained)
+  names = variables_lib.renumbered(list(map(variables_lib.path_of, trained)))
   lines = [
-    f"variable {i}: {name} {tf.as_dtype(v.dtype).name} {list(v.shape)}"
-    for i, (name, v) in enumerate(names_and_variables)
+    f"variable {i}: {names[i]} {tf.as_dtype(v.dtype).name} {list(v.shape)}"
+    for i, v in enumerate(trained)
   ]
   return [*lines, f"variables: {len(lines)}"]
 

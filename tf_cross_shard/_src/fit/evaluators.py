@@ -128,9 +128,12 @@ class TwinEvaluator:
   def evaluate(self, one_batch: bool = False) -> dict[str, Any]:
     """Returns the metrics of all models, and those of the ensemble."""
     model, metrics = self._model, dict[str, Any]()
+    state = group_state.GroupState(model.optimizer, model, with_optimizer=False)
+    state.compare_workers("evaluating the models")
     for i, key in enumerate(self._keys[:1] if one_batch else self._keys):
+      values = plain_models.values_of(state, i)
       for plain in (self._plain, *self._members[i : i + 1]):
-        plain_models.load(model, i, model.optimizer, into=plain)
+        plain_models.assign(state, values, plain)
       metrics |= self._evaluator.evaluate(self._plain, key, one_batch)
     if self._mean is not None:
       metrics |= self._evaluator.evaluate(self._mean, "ensemble", one_batch)

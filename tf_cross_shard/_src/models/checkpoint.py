@@ -8,6 +8,7 @@ leaves the program unchanged.
 """
 
 import collections
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -231,11 +232,20 @@ def _check_names(
         f" with the same optimizer and model that you saved; it was saved {how}"
         " `model`."
       )
+  count = sum(entry.key.startswith("model/") for entry in state.entries)
+  saved, current = saved[-count:], current[-count:]
+  place = variables_lib.misplaced(saved, current)
+  if place is not None and count:
+    raise CheckpointError(
+      f"The checkpoint {file.path} holds {saved[place]} where the program has"
+      f" {current[place]}: their order differs. Create the layers in the same"
+      " order."
+    )
 
 
 def _kind(name: str) -> str:
   """Returns the end of a variable's name, without the numbers of Keras."""
-  return variables_lib.without_numbers(name.rpartition("/")[2])
+  return re.sub(r"_?\d+", "", name.rpartition("/")[2])
 
 
 def plan(

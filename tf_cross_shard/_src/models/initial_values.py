@@ -85,7 +85,9 @@ def initialize(
     if not (slots and nested_lib.is_built(optimizers[path])):
       continue
     each = optimizers[path]
-    variables = tracked.trained_by(each) or model.trainable_variables
+    variables = (
+      tracked.trained_by(each, model.variables) or model.trainable_variables
+    )
     for place, variable in tracked.slots(each, variables).items():
       if place in slots:
         # Slots of 0 look like weights only where a model's are 0.
@@ -142,7 +144,9 @@ def _slots(
 ) -> dict[Any, archive.Array]:
   """Returns the slots that begin as the weights of a plain model do."""
   *_, base = nested_lib.nested_optimizers(optimizer)
-  trained = [replicas_lib.native(v) for v in tracked.trained_by(optimizer)]
+  all_variables = [entry.variable for entry in state.entries]
+  trained_by = tracked.trained_by(optimizer, all_variables)
+  trained = list(map(replicas_lib.native, trained_by))
   variables = made.trainable_variables
   if trained:
     by_id = {id(replicas_lib.native(v)): v for v in made.variables}
@@ -182,8 +186,10 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     if not nested_lib.is_built(each):
       continue
     outermost, *_ = nested = list(nested_lib.nested_optimizers(each))
-    # Not all optimizers of tf_keras tell what they train.
-    trained = tracked.trained_by(each) or model.trainable_variables
+    # Not all optimizers tell what they train.
+    trained = (
+      tracked.trained_by(each, model.variables) or model.trainable_variables
+    )
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
       copy.build(trained)

@@ -36,14 +36,20 @@ def load(model: Any, i: int, optimizer: Any, into: Any = None) -> Any:
   state = group_state.GroupState(optimizer, model, with_optimizer=False)
   state.compare_workers(f"loading model {i}")
   group_state.warn_if_collapsed(optimizer)
-  members = state.groups.assignment[i]
-  values = {
-    entry.key: merged(entry, state.copies.read(entry.variable, members))
-    for entry in state.entries
-  }
+  values = values_of(state, i)
   plain = _clone(keras, model, state) if into is None else into
   assign(state, values, plain)
   return plain
+
+
+def values_of(
+  state: group_state.GroupState, i: int
+) -> dict[str, archive.Array]:
+  members = state.groups.assignment[i]
+  return {
+    entry.key: merged(entry, state.copies.read(entry.variable, members))
+    for entry in state.entries
+  }
 
 
 def assign(
@@ -251,8 +257,14 @@ def _check_fits(
       f"{what} has {len(into.entries)} variables,"
       f" but `model` has {len(state.entries)}. {remedy}"
     )
-  for entry, other in zip(into.entries, state.entries, strict=True):
-    if entry.kind != other.kind:
+  place = variables_lib.misplaced(
+    [entry.name for entry in into.entries], [e.name for e in state.entries]
+  )
+  both = zip(into.entries, state.entries, strict=True)
+  for i, (entry, other) in enumerate(both):
+    # A clone may make the states of random number generators in another order.
+    is_elsewhere = i == place and group_state.has_mean(entry.variable)
+    if entry.kind != other.kind or is_elsewhere:
       raise ValueError(
         f"{what} has {entry.name}, {entry.kind},"
         f" but `model` has {other.name}, {other.kind}. {remedy}"

@@ -95,18 +95,23 @@ def build(
       each.build([variables[name] for name in names])
 
 
-def trained_by(optimizer: Any) -> list[Any]:
-  """Returns the whole variables that an optimizer is built on, if it tells."""
+def trained_by(optimizer: Any, variables: Sequence[Any] = ()) -> list[Any]:
+  """Returns the whole variables that an optimizer is built on, if it tells.
+
+  tf_keras keeps no list: then those among the given variables.
+  """
   for nested in nested_lib.nested_optimizers(optimizer):
     wrapped = wrapped_lib.find(nested)
-    variables = list(
+    trained = list(
       keras_private.trained(nested)
       if wrapped is None
       else wrapped.whole.trainable_variables
     )
-    if variables:
-      return variables
-  return []
+    if trained:
+      return trained
+  indices = keras_private.indices(nested)
+  by_index = {indices.get(keras_private.key(nested, v)): v for v in variables}
+  return [by_index[i] for i in sorted(i for i in by_index if i is not None)]
 
 
 def slots(optimizer: Any, variables: Sequence[Any]) -> dict[Any, Any]:

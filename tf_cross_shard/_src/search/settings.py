@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from tf_cross_shard._src.core import optimizer_state, validation
 from tf_cross_shard._src.core import settings as settings_lib
+from tf_cross_shard._src.core import variables as variables_lib
 from tf_cross_shard._src.core.wrapped import nested as nested_lib
 from tf_cross_shard._src.core.wrapped import optimizer as wrapped_lib
 from tf_cross_shard._src.fit import per_model_rates
@@ -41,10 +42,16 @@ class TrialSettings:
       for entry in group_state.GroupState(model.optimizer, model, False).entries
       if not entry.is_shared and not entry.shape.rank
     ]
-    self._weights = {
-      name: [v for p, v in weights if f"/{p}".endswith(f"/{name}")]
-      for name in set(settings) - {_RATE, *before, *new}
-    }
+    self._weights = {}
+    # By a name, or by one whose numbers do not depend on earlier models.
+    numbered = variables_lib.renumbered([path for path, _ in weights])
+    for name in set(settings) - {_RATE, *before, *new}:
+      for paths in ([path for path, _ in weights], numbered):
+        self._weights[name] = self._weights.get(name) or [
+          variable
+          for path, (_, variable) in zip(paths, weights, strict=True)
+          if f"/{path}".endswith(f"/{name}")
+        ]
     for name, found in self._weights.items():
       if not found:
         numbers = [n for n, v in wrapped.items() if validation.is_number(v)]
