@@ -33,5 +33,10 @@ def of(folder: pathlib.Path) -> dict[str, Any]:
       assert found.setdefault(key, numbers) == numbers, key
   for path in folder.glob("*.npz"):
     with np.load(path) as file:
-      found |= {f"{path.stem}/{key}": file[key].tobytes() for key in file}
+      arrays = {key: file[key].tobytes() for key in file}
+      about = json.loads(str(file["about"]))
+    del about["names"]  # Keras numbers them.
+    found |= {
+      f"{path.stem}/{k}": v for k, v in {**arrays, "about": about}.items()
+    }
   return found

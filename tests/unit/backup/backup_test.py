@@ -336,13 +336,14 @@ def test_an_error_of_the_disk_ends_the_fit(
 class _AtBegin(per_model_callback.PerModelCallback):
   """Takes the state of all replicas when a backup has been restored."""
 
-  state_then: dict[str, Any]
+  state_then: dict[tuple[str, str], Any]
 
   def on_train_begin(self, logs: Any = None) -> None:
     optimizer, model = self.model.optimizer, self.model
     whole = group_state.GroupState(optimizer, model)
     self.state_then = {
-      part.name: whole.copies.here(part.variable) for part in whole.entries
+      (part.key, part.name): whole.copies.here(part.variable)
+      for part in whole.entries
     }
 
 
@@ -372,18 +373,19 @@ def test_as_many_groups_of_other_replicas(
   logged = [str(c.args[0]) for c in said.call_args_list]
   [words] = [words for words in logged if "start again" in words]
   assert "made with groups of another size" in words
-  for name, copies in begun.state_then.items():
+  for (key, name), copies in begun.state_then.items():
     for i, members in enumerate(after):
-      keys = [f"model_{i}/{name}"]
+      keys = [f"model_{i}/{key}"]
       if keys[0] not in saved:
-        keys = [f"model_{i}/member_{j}/{name}" for j in range(2)]
+        keys = [f"model_{i}/member_{j}/{key}" for j in range(2)]
       rows = [saved[key] for key in keys]
       right = rows[0] if rows[0].dtype.kind in "iu" else np.mean(rows, axis=0)
       for member in members:
         np.testing.assert_allclose(copies[member], right, rtol=1e-6)
     if "kernel" in name:
       assert (copies[after[0][0]] != copies[after[1][0]]).any()
-  own = [name for name in saved if "member_1" in name and "moving" in name]
+  moving = [k for k, name in begun.state_then if "moving" in name]
+  own = [k for k in saved if k.partition("member_1/")[2] in moving]
   assert len(own) == 2 * len(before) * (len(before[0]) - 1)
 
 
