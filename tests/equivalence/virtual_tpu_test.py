@@ -1,4 +1,4 @@
-"""VirtualTPUStrategy against MirroredStrategy, by value.
+"""VirtualTPUStrategy trains to the same values as MirroredStrategy.
 
 Random programs have the other settings.
 """

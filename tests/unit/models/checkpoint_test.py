@@ -157,7 +157,7 @@ def test_groups_are_restored_by_number(
 
 
 def test_what_is_in_the_file(tmp_path: pathlib.Path) -> None:
-  """Each variable once per group, by a number, whatever its name is.
+  """A file has each variable once per group, under a number.
 
   Keras counts layers: those of the second model are dense_2 and dense_3.
   """

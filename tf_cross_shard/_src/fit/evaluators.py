@@ -129,7 +129,6 @@ class TwinEvaluator:
     """Returns the metrics of all models, and those of the ensemble."""
     model, metrics = self._model, dict[str, Any]()
     state = group_state.GroupState(model.optimizer, model, with_optimizer=False)
-    state.compare_workers("evaluating the models")
     for i, key in enumerate(self._keys[:1] if one_batch else self._keys):
       values = plain_models.values_of(state, i)
       for plain in (self._plain, *self._members[i : i + 1]):

@@ -8,6 +8,7 @@ leaves the program unchanged.
 """
 
 import collections
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -232,10 +233,12 @@ def _check_names(
         f" with the same optimizer and model that you saved; it was saved {how}"
         " `model`."
       )
-  count = sum(entry.key.startswith("model/") for entry in state.entries)
-  saved, current = saved[-count:], current[-count:]
+  of_model = [entry.key.startswith("model/") for entry in state.entries]
+  saved, current = (
+    list(itertools.compress(names, of_model)) for names in (saved, current)
+  )
   place = variables_lib.misplaced(saved, current)
-  if place is not None and count:
+  if place is not None:
     raise CheckpointError(
       f"The checkpoint {file.path} holds {saved[place]} where the program has"
       f" {current[place]}: their order differs. Create the layers in the same"

@@ -312,7 +312,7 @@ def accept_values(optimizer: Any) -> None:
 
 
 def is_seed(name: str) -> bool:
-  """Returns whether Keras names the state of a random number generator so."""
+  """Returns whether a name is that of a random number generator's state."""
   return name.split("/")[-1].startswith("seed_generator_state")
 
 

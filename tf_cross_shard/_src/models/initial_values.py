@@ -85,10 +85,8 @@ def initialize(
     if not (slots and nested_lib.is_built(optimizers[path])):
       continue
     each = optimizers[path]
-    variables = (
-      tracked.trained_by(each, model.variables) or model.trainable_variables
-    )
-    for place, variable in tracked.slots(each, variables).items():
+    trained = _trained_by(each, model)
+    for place, variable in tracked.slots(each, trained).items():
       if place in slots:
         # Slots of 0 look like weights only where a model's are 0.
         others = (built[i][1][path] for i in models)
@@ -177,6 +175,12 @@ def _slots(
   }
 
 
+def _trained_by(optimizer: Any, model: Any) -> Sequence[Any]:
+  """Returns what an optimizer trains; if it does not tell, all weights."""
+  trained = tracked.trained_by(optimizer, model.variables)
+  return trained or model.trainable_variables
+
+
 def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
   """Returns the variables of built optimizers, each with one of a new one."""
   if optimizer is None:
@@ -186,13 +190,9 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     if not nested_lib.is_built(each):
       continue
     outermost, *_ = nested = list(nested_lib.nested_optimizers(each))
-    # Not all optimizers tell what they train.
-    trained = (
-      tracked.trained_by(each, model.variables) or model.trainable_variables
-    )
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
-      copy.build(trained)
+      copy.build(_trained_by(each, model))
     kept = set(map(id, nested_lib.rate_variables(each)))
     variables, initial = map(optimizer_state.state_variables, (each, copy))
     if len(variables) != len(initial):

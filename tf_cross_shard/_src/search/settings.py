@@ -37,26 +37,25 @@ class TrialSettings:
     wrapped = vars(wrapped_lib.base_optimizer(model.optimizer))
     known = {*wrapped, *settings_lib.LIMITS}
     new = (set(settings) & known) - {_RATE, *before}
-    weights = [
-      (entry.name, entry.variable)
+    scalars = [
+      entry
       for entry in group_state.GroupState(model.optimizer, model, False).entries
       if not entry.is_shared and not entry.shape.rank
     ]
-    self._weights = {}
+    paths = [entry.name for entry in scalars]
+    weights = [entry.variable for entry in scalars]
     # By a name, or by one whose numbers do not depend on earlier models.
-    numbered = variables_lib.renumbered([path for path, _ in weights])
-    for name in set(settings) - {_RATE, *before, *new}:
-      for paths in ([path for path, _ in weights], numbered):
-        self._weights[name] = self._weights.get(name) or [
-          variable
-          for path, (_, variable) in zip(paths, weights, strict=True)
-          if f"/{path}".endswith(f"/{name}")
-        ]
+    numbered = variables_lib.renumbered(paths)
+    self._weights = {
+      name: _ending_with(name, paths, weights)
+      or _ending_with(name, numbered, weights)
+      for name in set(settings) - {_RATE, *before, *new}
+    }
     for name, found in self._weights.items():
       if not found:
         numbers = [n for n, v in wrapped.items() if validation.is_number(v)]
         candidates = [_RATE, *before, *numbers, *settings_lib.LIMITS]
-        candidates += [path for path, _ in weights]
+        candidates += paths
         candidates = [n for n in candidates if not n.startswith("_")]
         ends = [n.rsplit("/", 1)[-1] for n in candidates]
         close = difflib.get_close_matches(name, ends, 1)
@@ -102,6 +101,14 @@ class TrialSettings:
         per_model_rates.write_variable(
           model, variable, _merged(name, row, running)
         )
+
+
+def _ending_with(
+  name: str, paths: Sequence[str], weights: Sequence[Any]
+) -> list[Any]:
+  """Returns the weights whose path ends with the name."""
+  both = zip(paths, weights, strict=True)
+  return [v for path, v in both if f"/{path}".endswith(f"/{name}")]
 
 
 def _of_optimizer(model: Any) -> dict[str, list[float]]:

@@ -165,7 +165,7 @@ def test_weights_of_several_buckets() -> None:
 
 @training.in_both
 def test_rows_and_constraints(which: str) -> None:
-  """Rows become dense. A skipped step does not apply the constraint."""
+  """A step that is skipped does not apply the constraint of an embedding."""
   library, package = KERASES[which]
   limit = library.constraints.NonNeg()
   start = [[1.0], [1.0], [-1.0], [1.0]]

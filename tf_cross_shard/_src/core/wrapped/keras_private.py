@@ -180,7 +180,7 @@ def averages(optimizer: Optimizer) -> list[Variable]:
 
 
 def show_averages(loss_scaler: Any, averages: list[Variable]) -> None:
-  """Shows SwapEMAWeights the averages: it looks one level inside ours."""
+  """Lists moving averages where Keras' SwapEMAWeights looks for them."""
   if averages:
     # Not `setattr`: Keras would track the list and save the averages twice.
     vars(loss_scaler)[_AVERAGES] = averages
