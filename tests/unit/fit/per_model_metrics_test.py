@@ -14,6 +14,7 @@ from tf_cross_shard import (
   CrossShardOptimizer,
   VectorizedStrategy,
   callbacks,
+  layers,
   schedules,
 )
 
@@ -24,12 +25,13 @@ RATES = (cases.RATE, 0.03125)  # of the groups
 class Subclassed(tf.keras.Model):  # type: ignore[misc]
   """A model that Keras cannot clone before it was called."""
 
-  def __init__(self, units: int) -> None:
+  def __init__(self, units: int, dropout: Any) -> None:
     super().__init__()
+    self.dropout = dropout
     self.layer = tf.keras.layers.Dense(units)
 
-  def call(self, x: Any) -> Any:
-    return self.layer(x)
+  def call(self, x: Any, training: bool = False) -> Any:
+    return self.layer(self.dropout(x, training=training))
 
 
 class _Seen(tf.keras.callbacks.Callback):  # type: ignore[misc]
@@ -143,25 +145,27 @@ def test_evaluation_changes_no_state() -> None:
 def test_datasets_and_models_that_keras_cannot_clone(is_compiled: bool) -> None:
   """A dataset; a model that Keras cannot clone; `fit` inside of the scope.
 
-  A compiled twin is evaluated as it is.
+  A compiled twin is evaluated as it is. Its Dropout stands for a
+  TunableDropout.
   """
   made = []
 
   def twin() -> Any:
-    made.append(Subclassed(2))
+    made.append(Subclassed(2, tf.keras.layers.Dropout(0.5)))
     made[-1](VALIDATION[0])
     if is_compiled:
       made[-1].compile(loss="mae", run_eagerly=True)
     return made[-1]
 
   with testbed.mirrored(2).scope():
-    model = Subclassed(2)
+    model = Subclassed(2, layers.TunableDropout(0.25))
     optimizer = CrossShardOptimizer("sgd", group_assignment=PAIR)
     model.compile(optimizer, "mse", metrics=["mae"])
     data = tf.data.Dataset.from_tensor_slices(VALIDATION).batch(4)
     used = callbacks.PerModelMetrics(data, is_compiled, every=2, twin=twin)
     history = cases.fit(model, used, epochs=5)
   assert len(made) == (3 if is_compiled else 1)
+  assert {twin.dropout.rate for twin in made} == {0.25}
   assert len(history["loss"]) == 5
   assert len(history["val_loss/model_1"]) == 3  # epochs 1, 2 and 4
   names = {"val_loss"} if is_compiled else {"val_loss", "val_mae"}

@@ -125,6 +125,8 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
       np.testing.assert_allclose(
         plain.predict(X, verbose=0), tunable.predict(X, verbose=0), rtol=1e-5
       )
+  models.set_weights(0, models[1])
+  assert models[0].layers[0].rate == RATES[1]
 
 
 @training.in_both

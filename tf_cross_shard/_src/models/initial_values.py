@@ -151,6 +151,7 @@ def _slots(
     receiver_of = {
       id(replicas_lib.native(entry.variable)): receivers[entry.key]
       for entry in state.entries
+      if entry.key in receivers
     }
     variables = [by_id[id(receiver_of[id(v)])] for v in trained]
   config = base.get_config()

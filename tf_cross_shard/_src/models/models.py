@@ -250,7 +250,11 @@ class Models(Sequence[Any]):
       plain = plain_models.receivers(
         state, weights, what="`weights` is a model that"
       )
-      pairs = [(e.variable, plain[e.key].numpy()) for e in state.entries]
+      values = {key: variable.numpy() for key, variable in plain.items()}
+      for key, dropout in plain_models.dropouts(state.rates, weights).items():
+        values[key] = dropout.rate
+      entries = [entry for entry in state.entries if entry.key in values]
+      pairs = [(entry.variable, values[entry.key]) for entry in entries]
     else:
       targets, arrays = model.weights, list(map(np.asarray, weights))
       shapes = [list(v.shape) for v in targets]

@@ -62,17 +62,6 @@ def assign(
   set_rates(dropouts(state.rates, plain), values)
 
 
-def receivers(
-  state: group_state.GroupState, plain: Any, **options: Any
-) -> dict[str, Any]:
-  """Returns a plain model's variables by the keys of those in `state`."""
-  target = _check_fits(state, plain, **options)
-  return {
-    source.key: replicas_lib.native(entry.variable)
-    for source, entry in zip(state.entries, target.entries, strict=True)
-  }
-
-
 def merged(
   entry: group_state.Entry, values: Sequence[archive.Array]
 ) -> archive.Array:
@@ -205,7 +194,7 @@ def _clone(keras: Any, model: Any, state: group_state.GroupState) -> Any:
         clone.build_from_config(model.get_build_config())
         clone.built = True  # Keras 3 leaves this to the caller.
       _copy_assets(model, clone)
-    _check_fits(state, clone)
+    receivers(state, clone)  # Raises an error if they do not fit.
   except Exception as error:
     raise ValueError(
       f"Keras could not clone `model` from its get_config(): {_reason(error)}"
@@ -234,33 +223,34 @@ def _copy_assets(model: Any, clone: Any) -> None:
         other.load_assets(folder)
 
 
-def _check_fits(
+def receivers(
   state: group_state.GroupState,
   plain: Any,
   what: str = "The model passed as `into` or `twin`",
   is_exact: bool = False,
-) -> group_state.GroupState:
-  """Returns a plain model's variables that receive the values in `state`."""
+) -> dict[str, Any]:
+  """Returns a plain model's variables by the keys of those in `state`."""
   remedy = (
     "Create and build it with the same code as `model`, outside"
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, with_optimizer=False)
+  rates = dropouts(state.rates, plain)
+  entries = [entry for entry in state.entries if entry.key not in rates]
   # A dropout rate of 0 has no random number generator.
   if into.num_seeds != state.num_seeds and not is_exact:
     into.leave_out_seeds()
-    state.leave_out_seeds()
-  rates = dropouts(state.rates, plain)
-  state.entries = [e for e in state.entries if e.key not in rates]
-  if len(into.entries) != len(state.entries):
+    entries = [e for e in entries if not group_state.is_seed(e.name)]
+  if len(into.entries) != len(entries):
     raise ValueError(
       f"{what} has {len(into.entries)} variables,"
-      f" but `model` has {len(state.entries)}. {remedy}"
+      f" but `model` has {len(entries)}. {remedy}"
     )
   place = variables_lib.misplaced(
-    [entry.name for entry in into.entries], [e.name for e in state.entries]
+    [entry.name for entry in into.entries], [entry.name for entry in entries]
   )
-  both = zip(into.entries, state.entries, strict=True)
+  found = {}
+  both = zip(into.entries, entries, strict=True)
   for i, (entry, other) in enumerate(both):
     # A clone may make the states of random number generators in another order.
     is_elsewhere = i == place and group_state.has_mean(entry.variable)
@@ -274,7 +264,8 @@ def _check_fits(
         f"{what} has replicas: {entry.name} was"
         f" created inside `strategy.scope()`. {remedy}"
       )
-  return into
+    found[other.key] = replicas_lib.native(entry.variable)
+  return found
 
 
 def dropouts(rates: Mapping[str, int], plain: Any) -> dict[str, Any]:
