@@ -127,6 +127,8 @@ def test_plain_models_have_keras_dropout(which: str) -> None:
       )
   models.set_weights(0, models[1])
   assert models[0].layers[0].rate == RATES[1]
+  with pytest.raises(ValueError, match="`build` returns a model that has"):
+    models.initialize(lambda: models[0], [0, 1, 2])
 
 
 @training.in_both
@@ -140,7 +142,7 @@ def test_files_are_read_into_keras_dropout(
   plain = library.Sequential(
     [
       library.Input((500,)),
-      library.layers.Dropout(0.5),
+      library.layers.Dropout(0),
       library.layers.Dense(1),
     ]
   )

@@ -206,6 +206,8 @@ def test_clones_have_functions_vocabularies_and_seeds(
   optimizer.build(model.trainable_variables)
   Models(model, optimizer).save(tmp_path / "state")
   Models(model, optimizer).restore(tmp_path / "state")
+  Models.read(tmp_path / "state", 0, plain[1])
+  np.testing.assert_array_equal(plain[1](texts), one)
 
 
 # ------------------------------------------------------------------------ copy

@@ -103,9 +103,15 @@ def renumbered(names: Sequence[str]) -> list[str]:
 def misplaced(names: Sequence[str], others: Sequence[str]) -> int | None:
   """Returns the place of the first name that others have at another place."""
   pairs = zip(*map(renumbered, (names, others)), strict=True)
-  known = set(renumbered(names))
+  # A clone may make the states of random number generators in another order.
+  known = set(itertools.filterfalse(is_seed, renumbered(names)))
   places = (i for i, (a, b) in enumerate(pairs) if a != b and b in known)
   return next(places, None)
+
+
+def is_seed(name: str) -> bool:
+  """Returns whether a name is that of a random number generator's state."""
+  return name.split("/")[-1].startswith("seed_generator_state")
 
 
 @contextlib.contextmanager

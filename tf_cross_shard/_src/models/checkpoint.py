@@ -103,8 +103,8 @@ def read(target: epath.Path, i: int, model: Any) -> Any:
     dropouts = plain_models.dropouts(file.about.get("rates", {}), model)
     keys = [k for k in names if k.startswith("model/") and k not in dropouts]
     # Random states are read only if the file and the model have as many.
-    if sum(group_state.is_seed(names[k]) for k in keys) != state.num_seeds:
-      keys = [key for key in keys if not group_state.is_seed(names[key])]
+    if sum(variables_lib.is_seed(names[k]) for k in keys) != state.num_seeds:
+      keys = [key for key in keys if not variables_lib.is_seed(names[key])]
       state.leave_out_seeds()
     # The keys of a model without TunableDropouts would be other numbers.
     _check_names(file, state, [names[key] for key in keys])

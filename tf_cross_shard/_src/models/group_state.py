@@ -117,10 +117,11 @@ class GroupState:
   @property
   def num_seeds(self) -> int:
     """The number of states of random number generators."""
-    return sum(map(is_seed, self.names.values()))
+    return sum(map(variables_lib.is_seed, self.names.values()))
 
   def leave_out_seeds(self) -> None:
-    self.entries = [entry for entry in self.entries if not is_seed(entry.name)]
+    seeds = variables_lib.is_seed
+    self.entries = [entry for entry in self.entries if not seeds(entry.name)]
 
   def compare_workers(self, topic: str) -> None:
     """Raises an error on all workers unless all of them call this alike."""
@@ -309,11 +310,6 @@ def accept_values(optimizer: Any) -> None:
   """Marks the current values as intended, so that no warning is given."""
   for warnings in optimizer_state.group_warnings_of(optimizer):
     warnings.accept()
-
-
-def is_seed(name: str) -> bool:
-  """Returns whether a name is that of a random number generator's state."""
-  return name.split("/")[-1].startswith("seed_generator_state")
 
 
 def has_mean(variable: Any) -> bool:

@@ -84,9 +84,8 @@ def initialize(
   for path, slots in built[0][1].items():
     if not (slots and nested_lib.is_built(optimizers[path])):
       continue
-    each = optimizers[path]
-    trained = _trained_by(each, model)
-    for place, variable in tracked.slots(each, trained).items():
+    variables = {entry.key: entry.variable for entry in state.entries}
+    for place, variable in tracked.slots(optimizers[path], variables).items():
       if place in slots:
         # Slots of 0 look like weights only where a model's are 0.
         others = (built[i][1][path] for i in models)
@@ -142,18 +141,15 @@ def _slots(
 ) -> dict[Any, archive.Array]:
   """Returns the slots that begin as the weights of a plain model do."""
   *_, base = nested_lib.nested_optimizers(optimizer)
-  all_variables = [entry.variable for entry in state.entries]
-  trained_by = tracked.trained_by(optimizer, all_variables)
-  trained = list(map(replicas_lib.native, trained_by))
-  variables = made.trainable_variables
-  if trained:
-    by_id = {id(replicas_lib.native(v)): v for v in made.variables}
-    receiver_of = {
-      id(replicas_lib.native(entry.variable)): receivers[entry.key]
-      for entry in state.entries
-      if entry.key in receivers
-    }
-    variables = [by_id[id(receiver_of[id(v)])] for v in trained]
+  weights = {e.key: replicas_lib.native(e.variable) for e in state.entries}
+  trained_by = tracked.trained_by(optimizer, [*weights.values()])
+  trained = set(map(id, map(replicas_lib.native, trained_by)))
+  by_id = {id(replicas_lib.native(v)): v for v in made.variables}
+  variables = {
+    key: by_id[id(receivers[key])]
+    for key, weight in weights.items()
+    if (id(weight) in trained if trained else weight.trainable)
+  }
   config = base.get_config()
   if "learning_rate" in config:
     config["learning_rate"] = 0.0  # tf_keras would ask PerModel for a model's.
@@ -163,23 +159,17 @@ def _slots(
     if trained or type(base).__module__.split(".")[0] in keras_private.KERASES:
       raise
     return {}  # The configuration of a class of one's own may not be enough.
-  copy.build(variables)
-  weights = [np.asarray(v.numpy()) for v in variables]
+  copy.build(list(variables.values()))
+  initial = _values(variables).values()
   return {
     place: slot
     for place, slot in _values(tracked.slots(copy, variables)).items()
     if slot.size
     and (
       slot.min() != slot.max()
-      or (slot.ndim and any(np.array_equal(slot, w) for w in weights))
+      or (slot.ndim and any(np.array_equal(slot, w) for w in initial))
     )
   }
-
-
-def _trained_by(optimizer: Any, model: Any) -> Sequence[Any]:
-  """Returns what an optimizer trains; if it does not tell, all weights."""
-  trained = tracked.trained_by(optimizer, model.variables)
-  return trained or model.trainable_variables
 
 
 def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
@@ -193,7 +183,8 @@ def _initial_state(optimizer: Any, model: Any) -> list[tuple[Any, Any]]:
     outermost, *_ = nested = list(nested_lib.nested_optimizers(each))
     with keras_private.strategy(nested[-1]).scope():
       copy = type(outermost).from_config(outermost.get_config())
-      copy.build(_trained_by(each, model))
+      trained = tracked.trained_by(each, model.variables)
+      copy.build(trained or model.trainable_variables)
     kept = set(map(id, nested_lib.rate_variables(each)))
     variables, initial = map(optimizer_state.state_variables, (each, copy))
     if len(variables) != len(initial):

@@ -235,12 +235,12 @@ def receivers(
     " `strategy.scope()`."
   )
   into = group_state.GroupState(None, plain, with_optimizer=False)
-  rates = dropouts(state.rates, plain)
+  rates = {} if is_exact else dropouts(state.rates, plain)
   entries = [entry for entry in state.entries if entry.key not in rates]
   # A dropout rate of 0 has no random number generator.
   if into.num_seeds != state.num_seeds and not is_exact:
     into.leave_out_seeds()
-    entries = [e for e in entries if not group_state.is_seed(e.name)]
+    entries = [e for e in entries if not variables_lib.is_seed(e.name)]
   if len(into.entries) != len(entries):
     raise ValueError(
       f"{what} has {len(into.entries)} variables,"
@@ -252,9 +252,7 @@ def receivers(
   found = {}
   both = zip(into.entries, entries, strict=True)
   for i, (entry, other) in enumerate(both):
-    # A clone may make the states of random number generators in another order.
-    is_elsewhere = i == place and group_state.has_mean(entry.variable)
-    if entry.kind != other.kind or is_elsewhere:
+    if entry.kind != other.kind or i == place:
       raise ValueError(
         f"{what} has {entry.name}, {entry.kind},"
         f" but `model` has {other.name}, {other.kind}. {remedy}"
@@ -274,7 +272,7 @@ def dropouts(rates: Mapping[str, int], plain: Any) -> dict[str, Any]:
   return {
     key: layers[i]
     for key, i in rates.items()
-    if isinstance(getattr(layers.get(i), "rate", None), float)
+    if isinstance(getattr(layers.get(i), "rate", None), (int, float))
   }
 
 

@@ -114,14 +114,14 @@ def trained_by(optimizer: Any, variables: Sequence[Any] = ()) -> list[Any]:
   return [by_index[i] for i in sorted(i for i in by_index if i is not None)]
 
 
-def slots(optimizer: Any, variables: Sequence[Any]) -> dict[Any, Any]:
-  """Returns the slots of an optimizer, by a variable's number and by name."""
+def slots(optimizer: Any, variables: dict[str, Any]) -> dict[Any, Any]:
+  """Returns the slots of an optimizer, by a variable's key and by name."""
   wrappers = map(wrapped_lib.find, nested_lib.nested_optimizers(optimizer))
   wrapped = next(filter(None, wrappers), None)
   whole = (wrapped or wrapped_lib.WrappedOptimizer(optimizer)).whole
   return {
-    (number, name): slot
-    for number, variable in enumerate(variables)
+    (key, name): slot
+    for key, variable in variables.items()
     for name, slot in whole.slots(variable).items()
   }
 
