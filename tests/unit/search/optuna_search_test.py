@@ -635,6 +635,21 @@ def test_wrong_settings() -> None:
     assert not search.study.trials
 
 
+def test_numbers_in_names_count_the_layers_of_the_model() -> None:
+  keras.utils.clear_session()
+  _, *dropouts = (layers.TunableDropout(0.5) for _ in range(3))
+  with VectorizedStrategy(2).scope():
+    model = keras.Sequential([keras.Input((4,)), *dropouts])
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+  rates = {"tunable_dropout/rate": 0.25, "tunable_dropout_1/rate": 0.75}
+  run(
+    callbacks.OptunaSearch(make_study([]), lambda _: rates, trials=2, epochs=1),
+    model,
+  )
+  assert [float(layer.rate) for layer in dropouts] == [0.25, 0.75]
+
+
 def test_settings_are_in_force_in_mixed_precision() -> None:
   study = make_study([{"weight_decay": 0.0}, {"weight_decay": 40.0}])
   search = callbacks.OptunaSearch(

@@ -44,13 +44,12 @@ class TrialSettings:
     ]
     paths = [entry.name for entry in scalars]
     weights = [entry.variable for entry in scalars]
-    # By a name, or by one whose numbers do not depend on earlier models.
-    numbered = variables_lib.renumbered(paths)
-    self._weights = {
-      name: _ending_with(name, paths, weights)
-      or _ending_with(name, numbered, weights)
-      for name in set(settings) - {_RATE, *before, *new}
-    }
+    names = set(settings) - {_RATE, *before, *new}
+    # The numbers in the second list do not depend on earlier models.
+    for listed in (paths, variables_lib.renumbered(paths)):
+      self._weights = {n: _ending_with(n, listed, weights) for n in names}
+      if all(self._weights.values()):
+        break
     for name, found in self._weights.items():
       if not found:
         numbers = [n for n, v in wrapped.items() if validation.is_number(v)]
