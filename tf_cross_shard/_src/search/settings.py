@@ -46,10 +46,13 @@ class TrialSettings:
     weights = [entry.variable for entry in scalars]
     names = set(settings) - {_RATE, *before, *new}
     # The numbers in the second list do not depend on earlier models.
-    for listed in (paths, variables_lib.renumbered(paths)):
-      self._weights = {n: _ending_with(n, listed, weights) for n in names}
-      if all(self._weights.values()):
-        break
+    self._weights = max(
+      (
+        {name: _ending_with(name, listed, weights) for name in names}
+        for listed in (paths, variables_lib.renumbered(paths))
+      ),
+      key=lambda found: sum(map(bool, found.values())),
+    )
     for name, found in self._weights.items():
       if not found:
         numbers = [n for n, v in wrapped.items() if validation.is_number(v)]
