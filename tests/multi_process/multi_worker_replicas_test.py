@@ -47,14 +47,14 @@ def found() -> Found:
   return Found()
 
 
-@pytest.mark.parametrize(("grouping", "wire_dtype"), cases.POWERS)
+@pytest.mark.parametrize("case", cases.POWERS)
 def test_sums_over_replicas_of_two_workers(
-  found: Found, grouping: str, wire_dtype: str | None
+  found: Found, case: tuple[str, str | None, int]
 ) -> None:
   """Powers of two: exact, and each sum tells whose gradients are in it."""
-  groups = testbed.groups_of(cases.GROUPINGS[4][grouping], 4)
+  groups = testbed.groups_of(cases.GROUPINGS[4][case[0]], 4)
   for process, results in enumerate(found.sums):
-    result = results[grouping, wire_dtype]
+    result = results[case]
     assert result["counter"] == STEPS
     assert len(result["weights"]) == len(result["tables"]) == 2
     for local in range(2):

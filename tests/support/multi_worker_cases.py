@@ -531,19 +531,20 @@ def even(strategy: tf.distribute.Strategy) -> dict[str, Any]:
   return found
 
 
-# Groupings of four replicas, and wire dtypes.
+# Groupings of four replicas, wire dtypes, and `accumulate_steps`.
 POWERS = (
-  ("ungrouped", None),
-  ("contiguous", "bfloat16"),  # inside workers
-  ("crossed", None),  # across them
-  ("strided", "bfloat16"),
-  ("singletons", "bfloat16"),
+  ("ungrouped", None, 1),
+  ("contiguous", "bfloat16", 1),  # inside workers
+  ("crossed", None, 2),  # across them, inside tf.cond
+  ("strided", "bfloat16", 1),
+  ("singletons", "bfloat16", 1),
 )
 
 
 def powers_of_two(
   grouping: str,
   wire_dtype: str | None,
+  window: int,
   steps: int,
   strategy: tf.distribute.Strategy,
 ) -> dict[str, Any]:
@@ -553,9 +554,8 @@ def powers_of_two(
   """
   counter = tf.Variable(0, dtype=tf.int64)  # one in each process
   zeros = [np.zeros(shape, "f4") for shape in ([3], [ROWS, 2])]
-  (weight, table), optimizer = _summed(
-    strategy, grouping, zeros, wire_dtype=wire_dtype
-  )
+  options = {"wire_dtype": wire_dtype, "accumulate_steps": window}
+  (weight, table), optimizer = _summed(strategy, grouping, zeros, **options)
 
   @tf.function(autograph=False)
   def step() -> None:
@@ -571,7 +571,7 @@ def powers_of_two(
 
     strategy.run(replica_step)
 
-  for _ in range(steps):
+  for _ in range(window * steps):
     step()
   return {
     "weights": testbed.copies(weight),

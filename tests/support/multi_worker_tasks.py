@@ -122,10 +122,8 @@ def local_replicas(steps: int, folder: pathlib.Path) -> dict[str, Any]:
   """Returns the values of two replicas in each of several processes."""
   strategy = two_replicas_each()
   found: dict[Any, Any] = {
-    (grouping, wire_dtype): multi_worker_cases.powers_of_two(
-      grouping, wire_dtype, steps, strategy
-    )
-    for grouping, wire_dtype in multi_worker_cases.POWERS
+    case: multi_worker_cases.powers_of_two(*case, steps, strategy)
+    for case in multi_worker_cases.POWERS
   }
   found["replica_state"] = replica_state_workers.run(strategy, folder)
   return found

@@ -41,14 +41,18 @@ _Result = TypeVar("_Result")
 class StallWatch:
   """Counts the collectives of this process, and ends those that stall."""
 
-  def __init__(self, workers: workers_lib.Workers) -> None:
+  def __init__(self, workers: workers_lib.Workers, replicas: int = 1) -> None:
+    """Takes the number of replicas in this process."""
     self._workers = workers
     self._key = f"stall/{next(_series)}"
-    # Variables, so that a step counts without Python.
+    # Variables, so that a step counts without Python. Replicas share none: the
+    # tf.cond of one replica would wait for that of another, and so forever.
     with tf.device("CPU:0"):
       zero = tf.constant(0, tf.int64)
-      self._entered = tf.Variable(zero, trainable=False)
-      self._left = tf.Variable(zero, trainable=False)
+      self._entered, self._left = (
+        [tf.Variable(zero, trainable=False) for _ in range(replicas)]
+        for _ in range(2)
+      )
     # The counters at the last look, and when a look first found these values.
     self._counts = (0, 0)
     self._changed = time.monotonic()
@@ -60,20 +64,26 @@ class StallWatch:
     _threads.append(thread)
 
   def run(
-    self, tensors: Sequence[tf.Tensor], collectives: Callable[[], _Result]
+    self,
+    tensors: Sequence[tf.Tensor],
+    collectives: Callable[[], _Result],
+    replica: int = 0,
   ) -> _Result:
+    place = replica % len(self._entered)
     # Count when the inputs are computed; collectives do not wait for it.
-    _increment_after(tensors, self._entered)
+    _increment_after(tensors, self._entered[place])
     results: object = ()
     try:
       results = collectives()
     finally:
-      _increment_after(tf.nest.flatten(results), self._left)
+      _increment_after(tf.nest.flatten(results), self._left[place])
     return results
 
   def look(self) -> tuple[bool, float]:
     """Returns whether this worker waits, and for how long nothing changed."""
-    counts = int(self._entered.numpy()), int(self._left.numpy())
+    entered = sum(int(counter.numpy()) for counter in self._entered)
+    left = sum(int(counter.numpy()) for counter in self._left)
+    counts = entered, left
     if counts != self._counts:
       self._counts, self._changed = counts, time.monotonic()
     return counts[0] > counts[1], time.monotonic() - self._changed

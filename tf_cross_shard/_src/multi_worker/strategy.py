@@ -98,7 +98,8 @@ class MultiWorkerStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     # `collective_ops` runs the collectives of optimizers by it, too.
     self.run_watched: Any = None
     if self._workers is not None:
-      self.run_watched = stall_watch.StallWatch(self._workers).run
+      replicas = len(self.extended.worker_devices)
+      self.run_watched = stall_watch.StallWatch(self._workers, replicas).run
 
   @contextlib.contextmanager
   def scope(self) -> Iterator[Any]:

@@ -44,11 +44,6 @@ MAX_ORDERED: Final = 10
 
 _local_strategies: Final = itertools.count()
 
-# Runs collectives, given their inputs and a function without arguments.
-Runner = Callable[
-  [Sequence[tf.Tensor], Callable[[], list[tf.Tensor]]], list[tf.Tensor]
-]
-
 
 class Caller(NamedTuple):
   """The replica that takes part in a collective."""
@@ -67,7 +62,7 @@ class CollectiveOps:
     chains: int = 1,
     is_serial: bool = True,
     hint: str = "auto",
-    run_watched: Runner | None = None,
+    run_watched: Callable[..., list[tf.Tensor]] | None = None,
   ) -> None:
     """Takes a text that is alike in all processes, or None for one process."""
     self._run_watched = run_watched
@@ -111,7 +106,9 @@ class CollectiveOps:
         )
       return results
 
-    return self._run_watched(tensors, run) if self._run_watched else run()
+    if self._run_watched is None:
+      return run()
+    return self._run_watched(tensors, run, replica)
 
   def reduce_scatter(self, row: tf.Tensor, caller: Caller) -> tf.Tensor:
     """Sums a vector over the group, and returns this member's part.
