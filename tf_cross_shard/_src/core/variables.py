@@ -85,7 +85,7 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def renumbered(names: Sequence[str]) -> list[str]:
-  """Returns the names with numbers that count those of equal parts from 0."""
+  """Returns the names, with the layers of each kind numbered from 0."""
   # Keras numbers a layer by how many of its class the program has created:
   # dense_7 and dense_9 become dense and dense_1.
   numbers: dict[str, set[int]] = {}
@@ -101,11 +101,12 @@ def renumbered(names: Sequence[str]) -> list[str]:
 
 
 def misplaced(names: Sequence[str], others: Sequence[str]) -> int | None:
-  """Returns the place of the first name that others have at another place."""
-  pairs = zip(*map(renumbered, (names, others)), strict=True)
+  """Returns the first place where `others` has a name of another place."""
+  names, others = map(renumbered, (names, others))
   # A clone may make the states of random number generators in another order.
-  known = set(itertools.filterfalse(is_seed, renumbered(names)))
-  places = (i for i, (a, b) in enumerate(pairs) if a != b and b in known)
+  known = set(itertools.filterfalse(is_seed, names))
+  pairs = enumerate(zip(names, others, strict=True))
+  places = (i for i, (a, b) in pairs if a != b and b in known)
   return next(places, None)
 
 

@@ -133,7 +133,7 @@ def time_limit(name: str, seconds: Any = None) -> float:
 
 
 def if_slow(name: str, seconds: float) -> str:
-  """Returns the last words of an error, on a worker that is merely slow."""
+  """Returns the end of an error: the remedy if a worker is only slow."""
   return (
     f"; if it is only slow, set TF_CROSS_SHARD_{name.upper()} to more than"
     f" {seconds:g} seconds."

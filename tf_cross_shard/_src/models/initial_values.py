@@ -81,10 +81,10 @@ def initialize(
   for variable, copy in initial:
     arrays = state.copies.read(copy, replicas)[here.start : here.stop]
     state.copies.write(variable, arrays)
+  variables = {entry.key: entry.variable for entry in state.entries}
   for path, slots in built[0][1].items():
     if not (slots and nested_lib.is_built(optimizers[path])):
       continue
-    variables = {entry.key: entry.variable for entry in state.entries}
     for place, variable in tracked.slots(optimizers[path], variables).items():
       if place in slots:
         # Slots of 0 look like weights only where a model's are 0.

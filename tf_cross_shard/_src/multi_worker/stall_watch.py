@@ -69,7 +69,7 @@ class StallWatch:
     collectives: Callable[[], _Result],
     replica: int = 0,
   ) -> _Result:
-    place = replica % len(self._entered)
+    place = replica % len(self._entered)  # Among the replicas of this process.
     # Count when the inputs are computed; collectives do not wait for it.
     _increment_after(tensors, self._entered[place])
     results: object = ()
